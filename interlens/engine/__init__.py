@@ -1,0 +1,1 @@
+"""Batched decoding with per-row interventions and capture. See `engine.py`."""

@@ -1,0 +1,29 @@
+"""The errors this package raises on purpose.
+
+Each carries one message and nothing else, so that it survives pickling between processes. A message says what was
+given, what was possible, and what to do.
+"""
+
+
+class InterlensError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class UnsupportedIntervention(InterlensError):
+    """A capture, steering, patch or logprob request names a participant or model that cannot serve it."""
+
+
+class UnknownSite(InterlensError, ValueError):
+    """A site, layer or selection does not exist in this model; the message lists those that do."""
+
+
+class HookDidNotFire(InterlensError):
+    """A requested site was never reached during a forward, so its data would have been silently missing."""
+
+
+class NonFinite(InterlensError):
+    """A live row produced NaN or infinite logits; the message names the first bad layer."""
+
+
+class ContextOverflow(InterlensError):
+    """A prompt plus its generation budget does not fit the context limit."""

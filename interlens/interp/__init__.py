@@ -1,0 +1,1 @@
+"""Sites, capture, interventions and statistics of activations."""

@@ -1,0 +1,230 @@
+"""`Select`: the one language for "which tokens".
+
+A selection is a causal function of a `TokenSequence`: whether position p is selected depends only on the prompt, its
+layout, and the tokens up to p. The same `mask` therefore serves prefill, decode and a finished sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+
+from ..reasoning import Markers, PhaseTracker
+
+PHASES = ("prompt", "reasoning", "answer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What a view knows of a token sequence and token ids alone do not say. All positions are absolute, half-open."""
+
+    message_spans: Mapping[int, tuple[int, int]] = field(default_factory=lambda: MappingProxyType({}))
+    """Transcript index -> its content tokens in the prompt (no markup)."""
+    special_spans: tuple[tuple[int, int], ...] = ()
+    """Prompt tokens that are BOS, stop or markup."""
+    special_ids: frozenset[int] = frozenset()
+    """Token ids that count as special when generated (stop tokens, markup)."""
+    markers: Markers | None = None
+    """How reasoning is opened and closed; None: everything generated is answer."""
+    branch_start: int | None = None
+    """The first position after the trunk; None: no trunk."""
+
+
+class TokenSequence:
+    """One prompt and what was generated after it: ids, phases, layout. Grows by `append`."""
+
+    def __init__(self, prompt: list[int], layout: Layout | None = None):
+        self.ids: list[int] = list(prompt)
+        self.num_prompt = len(self.ids)
+        self.layout = layout or Layout()
+        self.phases: list[str] = []
+        """Phase of each generated token."""
+        self._tracker = PhaseTracker(self.layout.markers)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def generated(self) -> list[int]:
+        return self.ids[self.num_prompt :]
+
+    def append(self, token: int) -> None:
+        self.ids.append(token)
+        self.phases.append(self._tracker.feed(token))
+
+    def phase_at(self, position: int) -> str:
+        return "prompt" if position < self.num_prompt else self.phases[position - self.num_prompt]
+
+
+@dataclass(frozen=True)
+class Select:
+    """A selection of token positions. Build with the class methods; combine with `|` and `-`."""
+
+    op: str
+    args: tuple = ()
+
+    @classmethod
+    def all(cls) -> Select:
+        """Every position of the sequence."""
+        return cls("all")
+
+    @classmethod
+    def prompt(cls) -> Select:
+        """[0, P)."""
+        return cls("prompt")
+
+    @classmethod
+    def generated(cls, lead: int = 0) -> Select:
+        """[P - lead, S). `lead=1` starts at the position that predicts the first new token."""
+        if not isinstance(lead, int) or lead < 0:
+            raise ValueError(f"lead must be a whole number >= 0, got {lead!r}")
+        return cls("generated", (lead,))
+
+    @classmethod
+    def phase(cls, name: str) -> Select:
+        """Positions of one phase: prompt, reasoning or answer."""
+        if name not in PHASES:
+            raise ValueError(f"no phase {name!r}; there are: {', '.join(PHASES)}")
+        return cls("phase", (name,))
+
+    @classmethod
+    def positions(cls, *positions: int) -> Select:
+        """These absolute positions; negative ones count from the end of the prompt."""
+        if not positions:
+            raise ValueError("Select.positions() names no position; give at least one")
+        return cls("positions", tuple(int(p) for p in positions))
+
+    @classmethod
+    def window(cls, start: int, stop: int, of: str = "prompt") -> Select:
+        """Half-open window within the prompt (negatives from its end) or within what was generated."""
+        if of not in ("prompt", "generated"):
+            raise ValueError(f"window of {of!r}; possible: 'prompt', 'generated'")
+        if of == "generated" and (start < 0 or stop < 0):
+            raise ValueError("a window of what was generated cannot count from its end, which is not known while generating")
+        if (start < 0) == (stop < 0) and start >= stop:
+            raise ValueError(f"window({start}, {stop}) can never match: it is empty")
+        return cls("window", (int(start), int(stop), of))
+
+    @classmethod
+    def message(cls, index: int) -> Select:
+        """Content tokens of transcript message `index` in this view, without markup."""
+        return cls("message", (int(index),))
+
+    @classmethod
+    def special(cls) -> Select:
+        """BOS, stop and markup tokens."""
+        return cls("special")
+
+    @classmethod
+    def branch(cls) -> Select:
+        """Every position from the first token after the trunk; all positions where there is no trunk."""
+        return cls("branch")
+
+    def __or__(self, other: Select) -> Select:
+        return Select("or", (self, other))
+
+    def __sub__(self, other: Select) -> Select:
+        if self == other:
+            raise ValueError(f"{self} - {other} can never match: it is empty")
+        return Select("minus", (self, other))
+
+    def __str__(self) -> str:
+        if self.op in ("or", "minus"):
+            return f"({self.args[0]} {'|' if self.op == 'or' else '-'} {self.args[1]})"
+        return f"{self.op}({', '.join(map(str, self.args))})"
+
+    def mask(self, sequence: TokenSequence, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Which of the absolute positions [start, stop) are selected: bool [stop - start]. `stop` <= len(sequence)."""
+        stop = len(sequence) if stop is None else stop
+        return _MASKS[self.op](self, sequence, start, stop)
+
+    def check(self, sequence: TokenSequence) -> None:
+        """Raise ValueError where this selection names something this view does not have."""
+        if self.op in ("or", "minus"):
+            for part in self.args:
+                part.check(sequence)
+        elif self.op == "message" and self.args[0] not in sequence.layout.message_spans:
+            known = sorted(sequence.layout.message_spans)
+            raise ValueError(f"no message {self.args[0]} in this view; it has: {', '.join(map(str, known)) or 'none'}")
+        elif self.op == "positions" and min(self.args) < -sequence.num_prompt:
+            raise ValueError(f"position {min(self.args)} lies before the start of a prompt of {sequence.num_prompt} tokens")
+
+
+def _span_mask(spans, start: int, stop: int) -> np.ndarray:
+    mask = np.zeros(max(stop - start, 0), dtype=bool)
+    for first, last in spans:
+        if last > start and first < stop:
+            mask[max(first - start, 0) : max(last - start, 0)] = True
+    return mask
+
+
+def _from_end(position: int, sequence: TokenSequence) -> int:
+    return position + sequence.num_prompt if position < 0 else position
+
+
+def _all(select, sequence, start, stop):
+    return np.ones(max(stop - start, 0), dtype=bool)
+
+
+def _prompt(select, sequence, start, stop):
+    return _span_mask([(0, sequence.num_prompt)], start, stop)
+
+
+def _generated(select, sequence, start, stop):
+    return _span_mask([(max(sequence.num_prompt - select.args[0], 0), stop)], start, stop)
+
+
+def _phase(select, sequence, start, stop):
+    name = select.args[0]
+    if name == "prompt":
+        return _prompt(select, sequence, start, stop)
+    mask = np.zeros(max(stop - start, 0), dtype=bool)
+    for position in range(max(start, sequence.num_prompt), stop):
+        mask[position - start] = sequence.phases[position - sequence.num_prompt] == name
+    return mask
+
+
+def _positions(select, sequence, start, stop):
+    spans = [(p, p + 1) for p in (_from_end(p, sequence) for p in select.args)]
+    return _span_mask(spans, start, stop)
+
+
+def _window(select, sequence, start, stop):
+    first, last, of = select.args
+    if of == "generated":
+        return _span_mask([(first + sequence.num_prompt, last + sequence.num_prompt)], start, stop)
+    first, last = _from_end(first, sequence), _from_end(last, sequence)
+    return _span_mask([(max(first, 0), min(last, sequence.num_prompt))], start, stop)
+
+
+def _message(select, sequence, start, stop):
+    span = sequence.layout.message_spans.get(select.args[0])
+    return _span_mask([span] if span else [], start, stop)
+
+
+def _special(select, sequence, start, stop):
+    mask = _span_mask(sequence.layout.special_spans, start, stop)
+    for position in range(max(start, sequence.num_prompt), stop):
+        mask[position - start] |= sequence.ids[position] in sequence.layout.special_ids
+    return mask
+
+
+def _branch(select, sequence, start, stop):
+    return _span_mask([(sequence.layout.branch_start or 0, stop)], start, stop)
+
+
+def _or(select, sequence, start, stop):
+    return select.args[0].mask(sequence, start, stop) | select.args[1].mask(sequence, start, stop)
+
+
+def _minus(select, sequence, start, stop):
+    return select.args[0].mask(sequence, start, stop) & ~select.args[1].mask(sequence, start, stop)
+
+
+_MASKS = {
+    "all": _all, "prompt": _prompt, "generated": _generated, "phase": _phase, "positions": _positions, "window": _window,
+    "message": _message, "special": _special, "branch": _branch, "or": _or, "minus": _minus,
+}  # fmt: skip

@@ -1,0 +1,1 @@
+"""Thousands of conversations on Ray: one config in, one folder out."""
