@@ -1,0 +1,129 @@
+"""Aggregates: what a run computes from its cells. A registry, one file each, of two kinds.
+
+A **Sum** streams: it runs on the replicas while cells finish, its state is a flat dict of float64 arrays, and any split
+and order of the cells gives the same result to rounding. A **Fit** runs once the data is in, over what is stored. An
+aggregate has one of them or both; its result is plain JSON in `RUN/aggregates/<name>.json`, directions beside it in
+`<name>.safetensors`. Mathematics lives in `interlens.statistics` and `interlens.probes`; an aggregate names columns.
+
+In a configuration, `aggregate: {<name>: {kind: <kind>, ...options}}`; the kind is the name where it is left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from interlens.interp.activation_cache import ActivationRecord
+    from interlens.message import Message
+
+    from ..plan import Cell
+
+State = dict[str, np.ndarray]
+"""The state of a Sum: flat, float64 arrays of at least one dimension, ready for safetensors."""
+
+
+@dataclass(kw_only=True)
+class CellResult:
+    """One finished cell, as the replica hands it to the sums."""
+
+    cell: Cell
+    item_row: Mapping[str, Any]
+    """The scenario row of the cell's item."""
+    messages: list[Message]
+    """The whole conversation: the trunk's messages, then the cell's own."""
+    records: list[ActivationRecord]
+    """Records of the cell's own messages (never the trunk's)."""
+    outcomes: Mapping[str, Any] = field(default_factory=dict)
+    num_trunk_messages: int = 0
+    """`messages[num_trunk_messages:]` are the cell's own."""
+
+
+@runtime_checkable
+class Sum(Protocol):
+    """A streaming aggregate. `add` either adds all of a result or raises and leaves the state as it was."""
+
+    name: str
+
+    def zero(self) -> State: ...
+
+    def add(self, state: State, result: CellResult) -> None:
+        """Add one cell to `state`, in place."""
+        ...
+
+    def merge(self, a: State, b: State) -> State:
+        """The state of both together, a new one; `a` and `b` stay as they are."""
+        ...
+
+    def finish(self, state: State) -> dict[str, Any]:
+        """The result as plain JSON values (arrays allowed; they are written as lists or safetensors)."""
+        ...
+
+
+@runtime_checkable
+class Fit(Protocol):
+    """An aggregate over stored data, after it is in. `finished` is the same aggregate's sum, if it has one."""
+
+    name: str
+
+    def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]: ...
+
+
+KINDS: dict[str, str] = {
+    "difference_of_means": "sweeps.aggregates.difference_of_means:DifferenceOfMeans",
+    "outcomes": "sweeps.aggregates.outcomes:Outcomes",
+}
+"""Kind -> import path of its class. Adding an aggregate is one file and one row here."""
+
+SHORT_NAMES = {"directions": "difference_of_means", "dose_response": "outcomes"}
+
+
+def build(aggregate: Mapping[str, Mapping[str, Any]]) -> list[Sum | Fit]:
+    """The aggregates of a configuration's `aggregate:` section, in its order.
+
+    ValueError for an unknown kind, option or expression: call this before a run starts.
+    """
+    return [_build_one(name, dict(options or {})) for name, options in aggregate.items()]
+
+
+def _build_one(name: str, options: dict[str, Any]) -> Sum | Fit:
+    kind = options.pop("kind", SHORT_NAMES.get(name, name))
+    path = KINDS.get(kind, kind)
+    if ":" not in path:
+        raise ValueError(f"no aggregate {kind!r}; there are: {', '.join(sorted(KINDS))}; or give an import path 'module:Class'")
+    module, _, attribute = path.partition(":")
+    try:
+        made = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"aggregate {name!r}: cannot import {path!r}: {error}") from error
+    try:
+        return made(name, **options)
+    except TypeError as error:
+        raise ValueError(f"aggregate {name!r} ({kind}): {error}") from error
+
+
+def sums(aggregates: Iterable[Sum | Fit]) -> list[Sum]:
+    """Those that stream on replicas."""
+    return [aggregate for aggregate in aggregates if isinstance(aggregate, Sum)]
+
+
+def finalize(run: Any, aggregates: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
+    """Merge a run's committed sums in unit order, run its fits, and write `RUN/aggregates/`. Returns name -> result.
+
+    `aggregates` replaces the `aggregate:` section of the run's own configuration. Safe to repeat: everything written is
+    derived, and is written to a temporary name and renamed.
+    """
+    from .finalize import finalize as run_finalize
+
+    return run_finalize(run, aggregates)
+
+
+def findings(run: Any) -> list[str]:
+    """What the results of a run say: 5 to 10 plain sentences with numbers, from `RUN/aggregates/`."""
+    from ..report.findings import sentences
+
+    return sentences(run)
