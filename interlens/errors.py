@@ -18,7 +18,12 @@ class UnknownSite(InterlensError, ValueError):
 
 
 class HookDidNotFire(InterlensError):
-    """A requested site was never reached during a forward, so its data would have been silently missing."""
+    """A requested site was never reached during a forward, so its data would have been silently missing.
+
+    `missing` holds the (layer, site) pairs concerned.
+    """
+
+    missing: tuple[tuple[int, str], ...] = ()
 
 
 class NonFinite(InterlensError):

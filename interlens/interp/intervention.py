@@ -27,6 +27,8 @@ class Intervention(Protocol):
     """Which positions are edited."""
     rank: int
     """Order at one (layer, site): lower first, ties in the order given. Patches 0, steering 1."""
+    per_position: bool
+    """True if `parameters` differ from position to position (patches); False: one `[1, ...]` value serves them all."""
 
     @property
     def fingerprint(self) -> str:
@@ -51,7 +53,7 @@ class Intervention(Protocol):
         ...
 
     def parameters(self, layer: int, positions: np.ndarray) -> Mapping[str, Tensor]:
-        """Parameters for these absolute positions at this layer, each `[len(positions), ...]` or broadcastable `[1, ...]`."""
+        """Parameters at this layer: each `[1, ...]`, or `[len(positions), ...]` for absolute positions if `per_position`."""
         ...
 
     def edit(self, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:

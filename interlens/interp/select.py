@@ -103,7 +103,9 @@ class Select:
         if of not in ("prompt", "generated"):
             raise ValueError(f"window of {of!r}; possible: 'prompt', 'generated'")
         if of == "generated" and (start < 0 or stop < 0):
-            raise ValueError("a window of what was generated cannot count from its end, which is not known while generating")
+            raise ValueError(
+                "a window of what was generated cannot count from its end: it is not known while generating"
+            )
         if (start < 0) == (stop < 0) and start >= stop:
             raise ValueError(f"window({start}, {stop}) can never match: it is empty")
         return cls("window", (int(start), int(stop), of))
@@ -150,7 +152,7 @@ class Select:
             known = sorted(sequence.layout.message_spans)
             raise ValueError(f"no message {self.args[0]} in this view; it has: {', '.join(map(str, known)) or 'none'}")
         elif self.op == "positions" and min(self.args) < -sequence.num_prompt:
-            raise ValueError(f"position {min(self.args)} lies before the start of a prompt of {sequence.num_prompt} tokens")
+            raise ValueError(f"position {min(self.args)} lies before a prompt of {sequence.num_prompt} tokens")
 
 
 def _span_mask(spans, start: int, stop: int) -> np.ndarray:
@@ -225,6 +227,15 @@ def _minus(select, sequence, start, stop):
 
 
 _MASKS = {
-    "all": _all, "prompt": _prompt, "generated": _generated, "phase": _phase, "positions": _positions, "window": _window,
-    "message": _message, "special": _special, "branch": _branch, "or": _or, "minus": _minus,
-}  # fmt: skip
+    "all": _all,
+    "prompt": _prompt,
+    "generated": _generated,
+    "phase": _phase,
+    "positions": _positions,
+    "window": _window,
+    "message": _message,
+    "special": _special,
+    "branch": _branch,
+    "or": _or,
+    "minus": _minus,
+}
