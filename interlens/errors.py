@@ -32,3 +32,7 @@ class NonFinite(InterlensError):
 
 class ContextOverflow(InterlensError):
     """A prompt plus its generation budget does not fit the context limit."""
+
+
+class CannotLoad(InterlensError, ValueError):
+    """A model, tokenizer or adapter could not be loaded; the message says what was tried and the root cause."""
