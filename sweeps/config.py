@@ -1,0 +1,311 @@
+"""What a sweep is asked to do: frozen dataclasses, made once from Hydra's composition and then only read.
+
+`load` is the one door: it rejects unknown keys with the nearest known one, and says in one line what was given, what
+was possible and what to do. Nothing else in this package touches Hydra or OmegaConf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from interlens.errors import InterlensError
+
+
+class ConfigError(InterlensError, ValueError):
+    """The configuration asks for something impossible; one line says what, what is possible and what to do."""
+
+
+def _free(default: Any = None, factory: Any = None) -> Any:
+    """A field that can change neither text nor records: it stays out of every id."""
+    kwargs = {"default_factory": factory} if factory else {"default": default}
+    return field(**kwargs, metadata={"identity": False})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Where a model's weights come from. `models.<name>` in the configuration; participants name it."""
+
+    source: str
+    """Embedded name, hub id or local folder."""
+    revision: str | None = None
+    dtype: str = "auto"
+    """auto | float32 | bfloat16 | float16."""
+    device: str = _free("auto")
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Adapter name -> folder; they enter ids by content."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParticipantConfig:
+    """Who speaks. Exactly the options of an `interlens` participant."""
+
+    model: str | None = None
+    """A name under `models`, or an embedded name, hub id or local folder. None for kinds without weights."""
+    kind: str = "model"
+    """model | scripted | api."""
+    temperature: float = 0.8
+    top_p: float | None = 0.95
+    top_k: int | None = None
+    max_new_tokens: int = 512
+    system_prompt: str | None = None
+    """May hold `{column}` of the item row."""
+    thinking: str | bool = "auto"
+    adapter: str | None = None
+    lines: tuple[str, ...] = ()
+    """For kind scripted: what it says, in a cycle."""
+    provider: str | None = None
+    """For kind api: openai | anthropic | openrouter; the model's id there is `model`."""
+    base_url: str | None = None
+    seed: int | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Has weights here, so that it can be captured and steered."""
+        return self.kind == "model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrunkConfig:
+    """The shared beginning: sampled once per (item, trunk seed). turns 0: no trunk, a cell is a whole conversation."""
+
+    turns: int = 0
+    seeds: int | tuple[int, ...] = _free(1)
+    """How many, or which."""
+    temperature: float | None = None
+    """Overrides every participant's own in the trunk; so do the next three."""
+    top_p: float | None = None
+    top_k: int | None = None
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BranchConfig:
+    """The continuation: once per (trunk, condition, branch seed)."""
+
+    turns: int = 1
+    seeds: int | tuple[int, ...] = _free(1)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScenarioConfig:
+    """Who talks about what. Texts may hold `{column}` of the item row."""
+
+    items: str | tuple[Mapping[str, Any], ...] = _free("")
+    """A YAML, JSONL or Parquet file (found in the working directory, then beside the shipped configuration), or the
+    rows themselves. Rows enter ids by their content."""
+    participants: Mapping[str, ParticipantConfig] = field(default_factory=dict)
+    """In speaking order."""
+    opening: str | None = None
+    """Message 0, by the moderator."""
+    moderator: str = "moderator"
+    framing: str | None = None
+    """The moderator's message at the branch point."""
+    trunk: TrunkConfig = field(default_factory=TrunkConfig)
+    branch: BranchConfig = field(default_factory=BranchConfig)
+    logprobs: bool = False
+    reasoning_visibility: str = "strip"
+    seed: int = 0
+    analyzers: tuple[str, ...] = _free(())
+    """`module:function`, each `(conversation) -> dict` of numbers and strings, kept as outcomes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureConfig:
+    """Which activations are kept. The special tokens are left out before pooling unless `special` is "keep"."""
+
+    participants: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ("residual",)
+    layers: tuple[int, ...] | None = None
+    tokens: str = "generated"
+    pool: str | None = None
+    turns: str | tuple[int, ...] = "branch"
+    """branch | trunk | all | indices of the branch's generated turns."""
+    special: str = "drop"
+    max_norm: float | None = None
+    source: str = "run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterventionConfig:
+    """One edit. kind steer: `direction`, `layers`, `coef`, `mode`; kind patch: `from_`, `site`, `layers`, `tokens`."""
+
+    kind: str = "steer"
+    participants: tuple[str, ...] = ()
+    turns: str | tuple[int, ...] = "branch"
+    tokens: str = "branch"
+    site: str = "residual"
+    layers: tuple[int, ...] = ()
+    direction: str | None = None
+    """run:<path>:<site>:<layer> | file:<path>:<layer> | random:<seed>."""
+    coef: float = 1.0
+    mode: str = "add"
+    from_: Any = None
+    """For patches: axis values, or run:<path>. `from` in YAML."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisConfig:
+    """One axis of the grid: a dotted path into the configuration, and the named values it takes."""
+
+    path: str
+    """As written: `framing`, `trunk.x`, `intervention.coef`, `scenario.participants.bob.model`, ..."""
+    labels: tuple[Any, ...]
+    """What a condition and the plan's column show: the names of a map, or the values themselves."""
+    values: tuple[Any, ...]
+
+    @property
+    def is_trunk(self) -> bool:
+        """Makes other trunks; every other axis acts from the branch point on."""
+        return self.path.startswith(("trunk.", "scenario.trunk."))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AggregateConfig:
+    """One entry of `aggregate`: a registered name and its options, checked by that aggregate."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Where it runs. Never part of an id."""
+
+    executor: str = "ray"
+    """ray | inline."""
+    replicas: int = 1
+    num_cpus: float = 1
+    num_gpus: float = 0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    address: str | None = None
+    """An existing Ray cluster; None starts one here and stops it at the end."""
+    object_store_memory: int = 100_000_000
+    threads: int = 1
+    rows: int = 32
+    """Live rows of an engine at most."""
+    in_flight: int = 2
+    """Units in flight per replica."""
+    stall_s: float = 300.0
+    load_s: float = 600.0
+    max_deaths: int = 8
+    """Replica deaths in a row, without a commit between them, after which the run ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How this run behaves. Never part of an id."""
+
+    dir: str = ""
+    retry_failed: bool = False
+    on_error: str = "continue"
+    """continue | fail_fast."""
+    max_failures: int | None = None
+    max_hours: float | None = None
+    force: bool = False
+    progress: str = "auto"
+    """auto | rich | plain | none."""
+    interval_s: float = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """How cells are cut into units; fixed when they enter the plan."""
+
+    unit_cells: int | None = None
+    """None: about 512 MB of tensors, at most 2 048 cells."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """What the page shows. Never part of an id."""
+
+    transcripts: int = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """Everything. Plain values all the way down, so that `to_dict` travels to actors."""
+
+    experiment: str = "sweep"
+    scenario: ScenarioConfig
+    models: Mapping[str, ModelConfig] = field(default_factory=dict)
+    grid: tuple[AxisConfig, ...] = ()
+    capture: tuple[CaptureConfig, ...] = ()
+    intervention: tuple[InterventionConfig, ...] = ()
+    aggregate: tuple[AggregateConfig, ...] = ()
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """Source as written (direction, adapter folder, patch run) -> content hash; the run's copy is `inputs/<hash>`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists and scalars (JSON-able)."""
+        return _plain(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SweepConfig:
+        """The inverse of `to_dict`."""
+        return _build(cls, data)
+
+
+def load(overrides: Sequence[str] = ()) -> SweepConfig:
+    """Compose the shipped configuration with these Hydra overrides and check it.
+
+    Raises ConfigError with one line for anything impossible. Reads item files and the headers of directions; loads no
+    model.
+    """
+    raise NotImplementedError
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {f.name.rstrip("_"): _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+_NESTED = {
+    ("SweepConfig", "scenario"): ScenarioConfig, ("SweepConfig", "cluster"): ClusterConfig,
+    ("SweepConfig", "run"): RunConfig, ("SweepConfig", "plan"): PlanConfig, ("SweepConfig", "report"): ReportConfig,
+    ("ScenarioConfig", "trunk"): TrunkConfig, ("ScenarioConfig", "branch"): BranchConfig,
+}  # fmt: skip
+_LISTS = {
+    ("SweepConfig", "grid"): AxisConfig, ("SweepConfig", "capture"): CaptureConfig,
+    ("SweepConfig", "intervention"): InterventionConfig, ("SweepConfig", "aggregate"): AggregateConfig,
+}  # fmt: skip
+_MAPS = {("SweepConfig", "models"): ModelConfig, ("ScenarioConfig", "participants"): ParticipantConfig}
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def _build(cls: type, data: Mapping[str, Any]) -> Any:
+    values = {}
+    for f in dataclasses.fields(cls):
+        name = f.name.rstrip("_")
+        if name not in data:
+            continue
+        value, at = data[name], (cls.__name__, f.name)
+        if at in _NESTED:
+            value = _build(_NESTED[at], value)
+        elif at in _LISTS:
+            value = tuple(_build(_LISTS[at], item) for item in value)
+        elif at in _MAPS:
+            value = {key: _build(_MAPS[at], item) for key, item in value.items()}
+        else:
+            value = _frozen(value)
+        values[f.name] = value
+    return cls(**values)
