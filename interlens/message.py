@@ -1,0 +1,45 @@
+"""One thing said, and the tokens it was made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .interp.activation_cache import ActivationRecord
+    from .interp.select import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fed:
+    """The tokens really fed for one turn: the prompt, and what was generated after it (stop token included)."""
+
+    prompt: tuple[int, ...] = ()
+    generated: tuple[int, ...] = ()
+    phases: tuple[str, ...] = ()
+    """Phase of each generated token."""
+    layout: Layout | None = None
+    template_hash: str = ""
+    """Of the tokenizer and chat template that produced the prompt. Tokens are only spliced into views of the same."""
+
+
+@dataclass
+class Message:
+    """`author` said `content`. Two messages are equal when author, content and metadata are.
+
+    `metadata` holds plain JSON values only (see docs/conversations.md for its keys), never a tensor, never a NaN.
+    """
+
+    author: str
+    content: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+    fed: Fed | None = field(default=None, compare=False, repr=False)
+    """What the speaker's model was fed; None for anything that no local model said."""
+    records: tuple[ActivationRecord, ...] = field(default=(), compare=False, repr=False)
+    """Records of a `capture=` given to this very turn; never saved. Blocks of `conv.capture` have their own cache."""
+
+    def copy(self, **changes: Any) -> Message:
+        """A copy with its own metadata. Changing author or content forgets the recorded tokens."""
+        if changes.get("content", self.content) != self.content or changes.get("author", self.author) != self.author:
+            changes = {"fed": None, "records": (), **changes}
+        return replace(self, **{"metadata": dict(self.metadata), **changes})

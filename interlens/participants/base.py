@@ -1,0 +1,49 @@
+"""Who can speak."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from ..message import Message
+from ..turns import Ask, Steps
+
+if TYPE_CHECKING:
+    from ..turns import TurnRequest
+    from ..views.view import View
+
+
+class Participant:
+    """A named speaker. Subclasses implement `reply`; local models implement `turn` themselves.
+
+    A participant belongs to one conversation: `Conversation.branch` copies it with `clone`.
+    """
+
+    capturable: bool = False
+    """Whether capture, interventions and logprobs can be served."""
+    system_prompt: Any = None
+    private_context: tuple = ()
+    seed: int | None = None
+
+    def __init__(self, name: str, *, system_prompt: Any = None, private_context: tuple = (), seed: int | None = None):
+        if not name or not isinstance(name, str):
+            raise ValueError(f"a participant's name is a non-empty string, got {name!r}")
+        self.name = name
+        self.system_prompt = system_prompt
+        self.private_context = tuple(private_context)
+        self.seed = seed
+
+    def reply(self, view: View, request: TurnRequest) -> Message:
+        """Answer `view`. Runs in a thread; may block."""
+        raise NotImplementedError(f"{type(self).__name__} must implement reply(view, request)")
+
+    def turn(self, view: View, request: TurnRequest) -> Steps:
+        """The whole turn as a generator of Work, returning the Message. The default asks `reply` in a thread."""
+        return (yield Ask(participant=self, call=lambda: self.reply(view, request)))
+
+    def clone(self) -> Participant:
+        """A copy for another conversation: weights are shared, settings and state are not."""
+        return copy.deepcopy(self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
