@@ -94,7 +94,9 @@ def _build_one(name: str, options: dict[str, Any]) -> Sum | Fit:
     kind = options.pop("kind", SHORT_NAMES.get(name, name))
     path = KINDS.get(kind, kind)
     if ":" not in path:
-        raise ValueError(f"no aggregate {kind!r}; there are: {', '.join(sorted(KINDS))}; or give an import path 'module:Class'")
+        raise ValueError(
+            f"no aggregate {kind!r}; there are: {', '.join(sorted(KINDS))}; or give an import path 'module:Class'"
+        )
     module, _, attribute = path.partition(":")
     try:
         made = getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,151 @@
+"""Laws of probes: right where scikit-learn or the truth is known, 0.5 on noise, and no test row's group ever seen."""
+
+import numpy as np
+import pytest
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+
+from interlens import probes
+from interlens.probes import METHODS, cosine_map, evaluate, fit, permute_labels, project, split_by_group
+
+
+def siblings(seed=0, items=12, each=8, width=32, signal=0.0, within=True):
+    """Rows in families: each item has its own offset; `signal` separates the labels along one axis."""
+    rng = np.random.default_rng(seed)
+    groups = np.repeat(np.arange(items), each)
+    y = (np.arange(items * each) % 2 if within else (rng.permutation(items) % 2)[groups]).astype(bool)
+    axis = rng.standard_normal(width)
+    axis /= np.linalg.norm(axis)
+    x = 2 * rng.standard_normal((items, width))[groups] + rng.standard_normal((len(groups), width))
+    return x + signal * np.where(y, 0.5, -0.5)[:, None] * axis, y, groups, axis
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_finds_a_planted_direction_and_points_to_the_positive_class(method):
+    x, y, groups, axis = siblings(items=40, each=10, signal=4.0)
+    probe = fit(method, x, y, list(groups))
+    assert abs(np.linalg.norm(probe.direction) - 1) < 1e-12
+    assert probe.direction @ axis > 0.6
+    assert (probe.num_pos, probe.num_neg) == (200, 200)
+    assert ((probe.score(x) > 0) == y).mean() > 0.75
+
+
+def test_difference_of_means_is_what_it_says():
+    x, y, _, _ = siblings(signal=1.0)
+    raw = x[y].mean(0) - x[~y].mean(0)
+    probe = probes.difference_of_means(x, y)
+    assert np.allclose(probe.direction * probe.norm, raw, atol=1e-12)
+
+
+def test_lda_is_scikit_learns_decision():
+    x, y, _, _ = siblings(signal=2.0)
+    reference = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto", priors=[0.5, 0.5]).fit(x, y)
+    decision, score = reference.decision_function(x), probes.lda(x, y).score(x)
+    assert np.corrcoef(decision, score)[0, 1] > 1 - 1e-10
+    assert ((decision > 0) == (score > 0)).all()
+
+
+def test_pca_of_pairs_is_the_leading_singular_vector():
+    x, y, _, _ = siblings(signal=3.0)
+    differences = x[y] - x[~y]
+    leading = np.linalg.svd(differences, full_matrices=False)[2][0]
+    assert abs(probes.pca_of_differences(x, y).direction @ leading) > 1 - 1e-9
+
+
+def test_a_zero_direction_or_one_class_is_an_error():
+    with pytest.raises(ValueError, match="do not differ"):
+        probes.difference_of_means(np.ones((4, 3)), [1, 1, 0, 0])
+    with pytest.raises(ValueError, match="both classes"):
+        probes.difference_of_means(np.ones((4, 3)), [1, 1, 1, 1])
+    with pytest.raises(ValueError, match="there are: difference_of_means"):
+        fit("svm", np.ones((4, 3)), [1, 1, 0, 0])
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_noise_gives_one_half_within_the_interval_with_siblings_present(within):
+    covered, values = 0, []
+    for seed in range(40):
+        x, y, groups, _ = siblings(seed, items=16, within=within)
+        found = evaluate(x, y, groups, permutations=0, random_directions=0, draws=200, seed=seed).auroc
+        covered += found.contains(0.5)
+        values.append(found.value)
+    assert covered >= 31, covered
+    assert abs(np.mean(values) - 0.5) < 3.5 * np.std(values) / np.sqrt(len(values))
+
+
+def test_splitting_siblings_would_lie_and_splitting_by_group_does_not():
+    x, y, groups, _ = siblings(3, items=30, within=False, width=200)
+    honest = evaluate(x, y, groups, permutations=0, random_directions=0, draws=100)
+    leaking = evaluate(x, y, None, permutations=0, random_directions=0, draws=100)
+    assert leaking.auroc.value > 0.9 > 0.75 > honest.auroc.value
+
+
+def test_no_group_is_on_both_sides_of_a_split():
+    _, y, groups, _ = siblings(items=11, within=False)
+    fold_of = split_by_group(y, list(groups), folds=5)
+    for group in np.unique(groups):
+        assert len(np.unique(fold_of[groups == group])) == 1
+
+
+def test_a_test_rows_score_ignores_its_own_group():
+    x, y, groups, _ = siblings(signal=2.0)
+    fold_of = split_by_group(y, list(groups))
+    changed = x.copy()
+    held_out = fold_of == fold_of[0]
+    row = np.flatnonzero(held_out)[0]
+    changed[row] += 100.0
+    before = evaluate(x, y, groups, permutations=0, random_directions=0, draws=10).scores
+    after = evaluate(changed, y, groups, permutations=0, random_directions=0, draws=10).scores
+    others = held_out & (np.arange(len(y)) != row)
+    assert np.allclose(before[others], after[others], atol=1e-12)
+    assert before[row] != after[row]
+
+
+def test_layer_choice_sees_training_groups_only():
+    """Many layers of pure noise: choosing the best one on all data looks good, choosing inside the folds does not."""
+    best, nested = [], []
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        _, y, groups, _ = siblings(seed, items=10, each=4)
+        layers = {layer: rng.standard_normal((len(y), 8)) for layer in range(12)}
+        quick = {"permutations": 0, "random_directions": 0, "draws": 10, "folds": 4}
+        best.append(max(evaluate(rows, y, groups, **quick).auroc.value for rows in layers.values()))
+        found = evaluate(layers, y, groups, **quick)
+        assert len(found.layers) == 4 and set(found.layers) <= set(layers)
+        nested.append(found.auroc.value)
+    assert np.mean(best) > 0.62
+    assert np.mean(nested) < np.mean(best) - 0.08
+
+
+def test_a_real_direction_beats_its_controls():
+    x, y, groups, _ = siblings(items=24, signal=4.0)
+    found = evaluate(x, y, groups)
+    assert found.auroc.low > 0.8 > found.shuffled["high"]
+    assert found.shuffled["p_value"] == 1 / 21
+    assert abs(found.random["mean"] - 0.5) < 0.15
+    assert found.accuracy > 0.8
+    assert found.summary()["num_groups"] == 24
+
+
+def test_permuted_labels_keep_counts_in_every_mixed_group():
+    _, y, groups, _ = siblings()
+    shuffled = permute_labels(y, list(groups), np.random.default_rng(0))
+    assert (shuffled != y).any()
+    for group in np.unique(groups):
+        assert shuffled[groups == group].sum() == y[groups == group].sum()
+
+
+def test_permuted_labels_move_whole_groups_of_one_label():
+    _, y, groups, _ = siblings(within=False)
+    shuffled = permute_labels(y, list(groups), np.random.default_rng(0))
+    assert (shuffled != y).any() and shuffled.sum() == y.sum()
+    for group in np.unique(groups):
+        assert len(set(shuffled[groups == group])) == 1
+
+
+def test_projection_is_in_the_rows_units_and_cosines_are_symmetric():
+    assert project(np.array([[3.0, 4.0]]), np.array([0.0, 10.0])) == pytest.approx([4.0])
+    with pytest.raises(ValueError, match="zero or non-finite"):
+        project(np.ones((1, 2)), np.zeros(2))
+    names, cosines = cosine_map({"a": [1.0, 0.0], "b": [1.0, 1.0], "c": [-2.0, 0.0]})
+    assert names == ["a", "b", "c"]
+    assert np.allclose(cosines, [[1, 0.5**0.5, -1], [0.5**0.5, 1, -(0.5**0.5)], [-1, -(0.5**0.5), 1]])
