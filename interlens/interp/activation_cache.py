@@ -1,0 +1,265 @@
+"""What was captured: records with addresses, and a cache that finds them.
+
+Invariants: `token_span`, `phases`, `tokens` and `positions` describe the rows of `tensor`, never the uncut sequence.
+Tensors in a cache own compact storage: no alias of a live activation, no slice that keeps a bigger storage alive, no
+inference-mode tensor. A record's address does not change after it was added.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .select import Select
+from .sites import Site, canonical_site
+
+__all__ = [
+    "ANY", "ActivationCache", "ActivationRecord", "CaptureSpec", "OffloadLocation", "Phase", "Site", "offload_to_cpu",
+]  # fmt: skip
+
+Phase = Literal["prompt", "reasoning", "answer"]
+OffloadLocation = Literal["cpu"] | None
+Pool = Literal["mean", "last", "max"] | None
+POOLS = (None, "mean", "last", "max")
+
+
+class _Any:
+    def __repr__(self) -> str:
+        return "ANY"
+
+
+ANY: Any = _Any()
+"""Matches every value of a filter for which None is a value of its own."""
+
+
+@dataclass
+class ActivationRecord:
+    """One tensor of one site of one layer, for the selected tokens of one message."""
+
+    participant: str
+    message_idx: int
+    layer: int
+    site: Site
+    tensor: Tensor
+    """[S, W] in the model's dtype; a pooled record is [1, W] float32."""
+    token_span: tuple[int, int]
+    """(prompt rows, rows) of `tensor`."""
+    phases: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Phase -> half-open rows of `tensor`; a phase with no kept row has no key."""
+    tokens: tuple[int, ...] = ()
+    """Token id of each row; of a pooled record, of the rows that were pooled."""
+    positions: tuple[int, ...] = ()
+    """Absolute position of each row, likewise."""
+    pool: Pool = None
+    num_pooled: int | None = None
+    """How many rows were pooled."""
+    selection: str = "all()"
+    sample: int | None = None
+    """Number of the ephemeral `sample` this belongs to; None for a committed message."""
+    fingerprint: str = ""
+    """Of the interventions in force."""
+
+
+@dataclass(frozen=True)
+class CaptureSpec:
+    """What to capture: sites, layers (None: all that have the site), tokens, pooling, and from which forward.
+
+    `source`: "run" takes the generation itself, interventions included; "clean" a fresh forward of the finished
+    sequence without any. `offload`: "cpu", or None to stay on the device.
+    """
+
+    sites: tuple[str, ...] = ("residual",)
+    layers: tuple[int, ...] | None = None
+    offload: OffloadLocation = "cpu"
+    tokens: Select = field(default_factory=Select.all)
+    pool: Pool = None
+    source: Literal["run", "clean"] = "run"
+
+    def __post_init__(self):
+        sites = (self.sites,) if isinstance(self.sites, str) else tuple(self.sites)
+        layers = (self.layers,) if isinstance(self.layers, int) else self.layers
+        if not sites:
+            raise ValueError("CaptureSpec names no site; give at least one")
+        for site in sites:
+            canonical_site(site)
+        if self.pool not in POOLS:
+            raise ValueError(f"no pool {self.pool!r}; possible: None, 'mean', 'last', 'max'")
+        if self.source not in ("run", "clean"):
+            raise ValueError(f"no source {self.source!r}; possible: 'run', 'clean'")
+        if self.offload not in ("cpu", None):
+            raise ValueError(f"cannot offload to {self.offload!r}; possible: 'cpu', None")
+        if not isinstance(self.tokens, Select):
+            raise ValueError(f"tokens must be a Select, got {self.tokens!r}")
+        object.__setattr__(self, "sites", tuple(dict.fromkeys(sites)))
+        object.__setattr__(self, "layers", None if layers is None else tuple(layers))
+
+
+def offload_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of `tensors` in ordinary CPU memory, order kept; each owns exactly its own storage.
+
+    Tensors of one device, shape and dtype move in one non-blocking copy through a pinned buffer.
+    """
+    results: list[Any] = [None] * len(tensors)
+    groups: dict[tuple, list[int]] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for index, tensor in enumerate(tensors):
+            if tensor.device.type == "cpu":
+                results[index] = _own(tensor)
+            else:
+                groups.setdefault((tensor.device, tensor.shape, tensor.dtype), []).append(index)
+        moved = []
+        for (device, shape, dtype), indices in groups.items():
+            stacked = torch.stack([tensors[i].detach() for i in indices])
+            buffer = torch.empty((len(indices), *shape), dtype=dtype, pin_memory=device.type == "cuda")
+            buffer.copy_(stacked, non_blocking=True)
+            moved.append((indices, buffer, stacked))
+        for device in {key[0] for key in groups}:
+            torch.accelerator.synchronize(device)
+        for indices, buffer, _ in moved:
+            for row, index in enumerate(indices):
+                results[index] = _own(buffer[row])
+    return results
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
+
+
+class ActivationCache:
+    """Records in insertion order, found by participant, message, layer, site, pool and sample through indexes."""
+
+    def __init__(self, offload: OffloadLocation = "cpu"):
+        self.offload = offload
+        self.records: list[ActivationRecord] = []
+        self.skipped: list[str] = []
+        """Participants that could not be captured."""
+        self._indexes: dict[tuple[str, ...], dict[tuple, list[ActivationRecord]]] = {}
+
+    def add(self, record: ActivationRecord) -> None:
+        self.add_batch([record])
+
+    def add_batch(self, records: Iterable[ActivationRecord]) -> None:
+        """Add records; with `offload="cpu"` their tensors move in one batched transfer. The given records are not changed."""
+        records = list(records)
+        if self.offload == "cpu":
+            tensors = offload_to_cpu([record.tensor for record in records])
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                tensors = [_own(record.tensor) for record in records]
+        for record, tensor in zip(records, tensors, strict=True):
+            self._append(dataclasses.replace(record, tensor=tensor))
+
+    def _append(self, record: ActivationRecord) -> None:
+        self.records.append(record)
+        for names, index in self._indexes.items():
+            index.setdefault(tuple(getattr(record, name) for name in names), []).append(record)
+
+    def query(
+        self,
+        *,
+        participant: str | None = None,
+        message_idx: int | None = None,
+        layer: int | None = None,
+        site: str | None = None,
+        pool: Any = ANY,
+        sample: Any = ANY,
+    ) -> list[ActivationRecord]:
+        """Records that match, in insertion order. None does not filter, except for `pool` (None: unpooled) and
+        `sample` (None: committed), where `ANY` does not."""
+        filters = {"participant": participant, "message_idx": message_idx, "layer": layer}
+        given = {name: value for name, value in filters.items() if value is not None}
+        if site is not None:
+            given["site"] = canonical_site(site)
+        given |= {name: value for name, value in (("pool", pool), ("sample", sample)) if value is not ANY}
+        if not given:
+            return list(self.records)
+        names = tuple(given)
+        if names not in self._indexes:
+            index = self._indexes[names] = {}
+            for record in self.records:
+                index.setdefault(tuple(getattr(record, name) for name in names), []).append(record)
+        return list(self._indexes[names].get(tuple(given.values()), ()))
+
+    def at(
+        self,
+        *,
+        participant: str | None = None,
+        message_idx: int | None = None,
+        layer: int | None = None,
+        site: str = "residual",
+        pool: Any = None,
+        sample: Any = ANY,
+    ) -> Tensor:
+        """The tensor of the one record that matches; KeyError says how many do, and what tells them apart."""
+        filters = {
+            "participant": participant, "message_idx": message_idx, "layer": layer, "site": site, "pool": pool, "sample": sample,
+        }  # fmt: skip
+        found = self.query(**filters)
+        if len(found) == 1:
+            return found[0].tensor
+        shown = ", ".join(f"{k}={v!r}" for k, v in filters.items() if v is not ANY and (v is not None or k == "pool"))
+        raise KeyError(f"{len(found)} records match {shown}; {_differences(found or self.records)}")
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __iter__(self) -> Iterator[ActivationRecord]:
+        return iter(self.records)
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file whose metadata is the index."""
+        from safetensors.torch import save_file
+
+        rows = [
+            {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name != "tensor"}
+            for record in self.records
+        ]
+        index = {"schema_version": 1, "offload": self.offload, "skipped": self.skipped, "records": rows}
+        tensors = {str(number): record.tensor.contiguous() for number, record in enumerate(self.records)}
+        save_file(tensors, str(path), metadata={"activation_cache": json.dumps(index)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> ActivationCache:
+        """Read what `save` wrote."""
+        from safetensors import safe_open
+
+        with safe_open(str(path), framework="pt") as file:
+            metadata: Mapping[str, str] = file.metadata() or {}
+            if "activation_cache" not in metadata:
+                raise ValueError(
+                    f"{path} is a safetensors file without an activation index; was it written by ActivationCache.save?"
+                )
+            index = json.loads(metadata["activation_cache"])
+            if index["schema_version"] != 1:
+                raise ValueError(f"{path} has activation schema {index['schema_version']}; this version reads 1")
+            cache = cls(offload=index["offload"])
+            cache.skipped = index["skipped"]
+            for number, row in enumerate(index["records"]):
+                for name in ("token_span", "tokens", "positions"):
+                    row[name] = tuple(row[name])
+                row["phases"] = {phase: tuple(span) for phase, span in row["phases"].items()}
+                cache._append(ActivationRecord(tensor=file.get_tensor(str(number)), **row))
+        return cache
+
+
+def _differences(records: Sequence[ActivationRecord]) -> str:
+    """What tells these records apart, in words."""
+    if not records:
+        return "the cache is empty"
+    parts = []
+    for name in ("participant", "message_idx", "layer", "site", "pool", "sample"):
+        values = list(dict.fromkeys(getattr(record, name) for record in records))
+        if len(values) > 1:
+            parts.append(f"{name} in {values[:8]}{'...' if len(values) > 8 else ''}")
+    return (
+        "they differ in " + "; ".join(parts)
+        if parts
+        else "they agree in every filter (see their selection and fingerprint)"
+    )

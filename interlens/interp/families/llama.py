@@ -1,0 +1,29 @@
+"""Pre-norm blocks with separate projections: attention and MLP each read a normed copy and add to the stream."""
+
+from . import Family, Point, into, out
+
+ROOT = {"embed": out("embed_tokens"), "final_norm": out("norm"), "logits": out("")}
+STREAM = {"resid_pre": into(""), "residual": out("")}
+ATTENTION = {
+    "attn": out("self_attn"),
+    "q": out("self_attn.q_proj"),
+    "k": out("self_attn.k_proj"),
+    "v": out("self_attn.v_proj"),
+    "head_out": into("self_attn.o_proj"),
+}
+MOE = {
+    "router": tuple(Point(path=f"mlp.{name}", end="linear") for name in ("gate", "router")),
+    "expert_mix": out("mlp.experts"),
+}
+PRE_NORM = {
+    **ROOT,
+    **STREAM,
+    **ATTENTION,
+    "resid_mid": into("post_attention_layernorm", in_place=True),
+    "mlp": out("mlp"),
+}
+
+FAMILIES = (
+    Family(model_types=("llama", "mistral", "qwen2", "qwen3", "gemma", "smollm3", "ministral"), points=PRE_NORM),
+    Family(model_types=("mixtral",), points={**PRE_NORM, **MOE}),
+)

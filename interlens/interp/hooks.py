@@ -1,0 +1,245 @@
+"""Hooks that live only inside a with-block.
+
+Invariants: one torch hook per (layer, site); every hook is removed when the block ends, however it ends; after a clean
+end every tap has fired, or `HookDidNotFire` names those that did not (a compiled model, a layer that was skipped).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..errors import HookDidNotFire, UnknownSite
+from .sites import Locator, Place, unwrap
+
+Tap = Callable[[Tensor], Tensor | None]
+_REGISTERED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+@contextmanager
+def attached(model: nn.Module, taps: Mapping[tuple[int, str], Tap]) -> Iterator[None]:
+    """Within the block, `taps[layer, site]` gets that site's value `[B, T, W]` at every forward and may replace it.
+
+    A tap returns None (nothing changes, bit for bit) or a tensor of the same shape, which the model goes on with. What
+    it is given must be copied to be kept. Layers and sites are canonical. UnknownSite before anything is attached.
+    """
+    places = _places(model, taps)
+    fired: set[tuple[int, str]] = set()
+    with _Attachments() as attachments:
+        for key, place in places.items():
+            attachments.add(place, taps[key], functools.partial(fired.add, key))
+        yield
+        attachments.finished = True
+    if missing := [f"{site} at layer {layer}" for layer, site in taps if (layer, site) not in fired]:
+        raise HookDidNotFire(
+            f"never reached in this block: {', '.join(missing)}. Was there a forward of this very model? "
+            "Hooks added after torch.compile never fire: attach to the uncompiled model"
+        )
+
+
+def registered(model: nn.Module) -> bool:
+    """True while interventions that a user registered by hand are in force on this model."""
+    return _REGISTERED.get(unwrap(model), 0) > 0
+
+
+def mark_registered(model: nn.Module, change: int) -> None:
+    base = unwrap(model)
+    _REGISTERED[base] = _REGISTERED.get(base, 0) + change
+
+
+def attach(model: nn.Module, taps: Mapping[tuple[int, str], Tap]) -> Callable[[], None]:
+    """Like `attached` without a block: hooks stay until the returned function is called. For `register` only."""
+    attachments = _Attachments()
+    try:
+        for key, place in _places(model, taps).items():
+            attachments.add(place, taps[key], lambda: None)
+    except BaseException:
+        attachments.remove()
+        raise
+    return attachments.remove
+
+
+def _places(model: nn.Module, keys) -> dict[tuple[int, str], Place]:
+    at, places = Locator(model), {}
+    for layer, site in keys:
+        place = at.place(site, layer)
+        if place is None:
+            have = at.layers_with(site)
+            where = f"layers {', '.join(map(str, have))}" if have else f"sites {', '.join(at.sites())}"
+            raise UnknownSite(f"no site {site!r} at layer {layer} of {type(at.base).__name__}; it has {where}")
+        places[layer, site] = place
+    return places
+
+
+class _Attachments:
+    """The hooks of one block, and the (B, T) of the forward in progress for sites that the model flattens."""
+
+    def __init__(self):
+        self.undo: list[Callable[[], None]] = []
+        self.shapes: dict[nn.Module, torch.Size] = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.remove()
+
+    def remove(self) -> None:
+        while self.undo:
+            self.undo.pop()()
+
+    def add(self, place: Place, tap: Tap, note: Callable[[], None]) -> None:
+        if place.owner not in self.shapes and place.site in (
+            "router",
+            "expert_mix",
+            "shared_expert",
+            "mlp",
+            "resid_mid",
+        ):
+            self.shapes[place.owner] = torch.Size()
+            handle = place.owner.register_forward_pre_hook(self._remember, with_kwargs=True)
+            self.undo.append(handle.remove)
+
+        def visit(value: Tensor, source: Tensor | None) -> Tensor | None:
+            note()
+            return self._visit(place, tap, value, source)
+
+        _ATTACH[("call" if place.site == "logits" else place.point.end)](place, visit, self.undo)
+
+    def _remember(self, module, args, kwargs) -> None:
+        self.shapes[module] = _hidden(args, kwargs).shape[:2]
+
+    def _visit(self, place: Place, tap: Tap, value: Tensor, source: Tensor | None) -> Tensor | None:
+        """Show the tap its site, cut out and scaled; return the module's value with the tap's replacement in it."""
+        point, shown = place.point, value
+        columns = None
+        if point.columns is not None:
+            columns = point.columns(place.owner, value.shape[-1]).to(value.device)
+            shown = shown.index_select(-1, columns)
+        factor = None if point.scale is None else point.scale(place.owner, source)
+        if factor is not None:
+            shown = shown * factor
+        elif point.shared:
+            shown = shown.clone()
+        if shown.dim() == 2:
+            shown = shown.view(*self.shapes[place.owner], shown.shape[-1])
+        new = tap(shown)
+        if new is None:
+            return None
+        if new.shape != shown.shape:
+            raise ValueError(
+                f"a tap at {place.site} of layer {place.layer} returned {tuple(new.shape)}, not {tuple(shown.shape)}"
+            )
+        new = new.to(value.dtype)
+        if factor is not None:
+            kept = (new == shown).reshape(value.shape)
+            new = torch.where(kept, value, new.reshape(value.shape) / factor)
+        if columns is not None:
+            new = value.index_copy(-1, columns, new.reshape(*value.shape[:-1], len(columns)))
+        new = new.reshape(value.shape)
+        if point.in_place:
+            value.copy_(new)
+            return None
+        return new
+
+
+def _hidden(args, kwargs) -> Tensor:
+    return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+
+def _first(output):
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
+def _with_first(output, new):
+    return type(output)((new, *output[1:])) if isinstance(output, (tuple, list)) else new
+
+
+def _attach_in(place: Place, visit, undo) -> None:
+    def hook(module, args, kwargs):
+        new = visit(_hidden(args, kwargs), None)
+        if new is None:
+            return None
+        if "hidden_states" in kwargs:
+            return args, {**kwargs, "hidden_states": new}
+        return (new, *args[1:]), kwargs
+
+    undo.append(place.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+
+def _attach_out(place: Place, visit, undo) -> None:
+    def hook(module, args, kwargs, output):
+        source = _hidden(args, kwargs) if place.point.scale is not None else None
+        new = visit(_first(output), source)
+        return None if new is None else _with_first(output, new)
+
+    undo.append(place.module.register_forward_hook(hook, with_kwargs=True).remove)
+
+
+class _FirstLinear(TorchFunctionMode):
+    """Shows the result of the first linear map with this weight to `visit`, and goes on with what it returns."""
+
+    def __init__(self, weight: Tensor, visit):
+        super().__init__()
+        self.weight, self.visit = weight, visit
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.linear and self.weight is not None:
+            self.weight = None
+            new = self.visit(result, None)
+            return result if new is None else new
+        return result
+
+
+def _attach_linear(place: Place, visit, undo) -> None:
+    if type(place.module) is nn.Linear:
+        return _attach_out(place, visit, undo)
+
+    def around(forward, *args, **kwargs):
+        with _FirstLinear(place.module.weight, visit):
+            return forward(*args, **kwargs)
+
+    _wrap_forward(place.module, around, undo)
+
+
+def _attach_call(place: Place, visit, undo) -> None:
+    def around(forward, *args, **kwargs):
+        output = forward(*args, **kwargs)
+        if isinstance(output, tuple):
+            new = visit(output[0], None)
+            return output if new is None else (new, *output[1:])
+        new = visit(output.logits, None)
+        if new is not None:
+            output.logits = new
+        return output
+
+    _wrap_forward(place.module, around, undo)
+
+
+def _wrap_forward(module: nn.Module, around, undo) -> None:
+    """Put `around` over `module.forward` (wrappers call `.forward` directly, where torch hooks would not fire)."""
+    before = module.__dict__.get("forward")
+    original = module.forward
+
+    @functools.wraps(original)
+    def forward(*args, **kwargs):
+        return around(original, *args, **kwargs)
+
+    def restore():
+        if before is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = before
+
+    module.__dict__["forward"] = forward
+    undo.append(restore)
+
+
+_ATTACH = {"in": _attach_in, "out": _attach_out, "linear": _attach_linear, "call": _attach_call}
