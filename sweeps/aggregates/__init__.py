@@ -19,6 +19,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from interlens.interp.activation_cache import ActivationRecord
+
     from interlens.message import Message
 
     from ..plan import Cell
