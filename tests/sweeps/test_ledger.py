@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sweeps.ledger import Closed, Ledger, LedgerError, Needs, Part, split
 
 
