@@ -12,6 +12,8 @@ _HOMES = {
     "CaptureSpec": "interp.activation_cache",
     "ActivationCache": "interp.activation_cache",
     "ActivationRecord": "interp.activation_cache",
+    "token_logprobs": "interp.logprobs",
+    "decoder_layers": "interp.sites",
     "UnsupportedIntervention": "errors",
 }
 __all__ = sorted(_HOMES)

@@ -6,10 +6,12 @@ import torch
 import transformers
 
 VOCAB = 100
+_IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 _BASE = dict(
-    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False, **_IDS,
 )  # fmt: skip
+_GEMMA = dict(_BASE, head_dim=16, sliding_window=8, query_pre_attn_scalar=16, tie_word_embeddings=True)
 _MOE = dict(_BASE, moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2)
 
 _FAMILIES: dict[str, tuple[str, dict]] = {
@@ -17,18 +19,9 @@ _FAMILIES: dict[str, tuple[str, dict]] = {
     "mistral": ("Mistral", dict(_BASE, sliding_window=8)),
     "qwen2": ("Qwen2", _BASE),
     "qwen3": ("Qwen3", dict(_BASE, head_dim=16)),
-    "gemma2": ("Gemma2", dict(_BASE, head_dim=16, sliding_window=8, query_pre_attn_scalar=16, tie_word_embeddings=True)),
-    "gemma3": (
-        "Gemma3Text",
-        dict(
-            _BASE, head_dim=16, sliding_window=8, query_pre_attn_scalar=16, tie_word_embeddings=True,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        ),
-    ),
-    "gpt2": (
-        "GPT2",
-        dict(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2, pad_token_id=0),
-    ),
+    "gemma2": ("Gemma2", _GEMMA),
+    "gemma3": ("Gemma3Text", dict(_GEMMA, layer_types=["sliding_attention", "full_attention", "sliding_attention"])),
+    "gpt2": ("GPT2", dict(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=512, **_IDS)),
     "mixtral": ("Mixtral", dict(_BASE, num_local_experts=6, num_experts_per_tok=2)),
 }  # fmt: skip
 
@@ -42,7 +35,7 @@ def tiny_config(family: str, **overrides):
 
 
 def tiny(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides) -> torch.nn.Module:
-    """A random causal model of `family` in eval mode; the same seed gives the same weights. `overrides` go to its config.
+    """A random causal model of `family` in eval mode, seeded. `overrides` go to its config.
 
     Weights are larger than at initialisation, norms and biases are not 1 and 0, so that every part matters.
     """

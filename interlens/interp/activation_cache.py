@@ -146,7 +146,7 @@ class ActivationCache:
         self.add_batch([record])
 
     def add_batch(self, records: Iterable[ActivationRecord]) -> None:
-        """Add records; with `offload="cpu"` their tensors move in one batched transfer. The given records are not changed."""
+        """Add copies of records; with `offload="cpu"` their tensors move in one batched transfer."""
         records = list(records)
         if self.offload == "cpu":
             tensors = offload_to_cpu([record.tensor for record in records])
@@ -198,9 +198,9 @@ class ActivationCache:
         sample: Any = ANY,
     ) -> Tensor:
         """The tensor of the one record that matches; KeyError says how many do, and what tells them apart."""
-        filters = {
-            "participant": participant, "message_idx": message_idx, "layer": layer, "site": site, "pool": pool, "sample": sample,
-        }  # fmt: skip
+        filters = dict(
+            participant=participant, message_idx=message_idx, layer=layer, site=site, pool=pool, sample=sample
+        )
         found = self.query(**filters)
         if len(found) == 1:
             return found[0].tensor

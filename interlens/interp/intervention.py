@@ -52,8 +52,11 @@ class Intervention(Protocol):
         """Absolute positions that must be reached, else the reply is an error (patches); usually ()."""
         ...
 
-    def parameters(self, layer: int, positions: np.ndarray) -> Mapping[str, Tensor]:
-        """Parameters at this layer: each `[1, ...]`, or `[len(positions), ...]` for absolute positions if `per_position`."""
+    def parameters(self, layer: int, positions: np.ndarray, num_prompt: int | None = None) -> Mapping[str, Tensor]:
+        """Parameters at absolute layer `layer`: each `[1, ...]`, or `[len(positions), ...]` if `per_position`.
+
+        `num_prompt` is the request's prompt length, which negative positions count from. Tensors are on the CPU.
+        """
         ...
 
     def edit(self, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:

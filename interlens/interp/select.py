@@ -6,6 +6,7 @@ layout, and the tokens up to p. The same `mask` therefore serves prefill, decode
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -125,6 +126,15 @@ class Select:
         """Every position from the first token after the trunk; all positions where there is no trunk."""
         return cls("branch")
 
+    @classmethod
+    def parse(cls, text: str) -> Select:
+        """Read `answer | window(0, 8, of=generated) - special`; `|` and `-` bind alike, from left to right.
+
+        Words: all, prompt, generated, reasoning, answer, branch, special, window(...), message(i), positions(...),
+        phase(name), parentheses. `parse(str(selection)) == selection`. ValueError says where it stopped.
+        """
+        return _Parser(text).whole()
+
     def __or__(self, other: Select) -> Select:
         return Select("or", (self, other))
 
@@ -239,3 +249,79 @@ _MASKS = {
     "or": _or,
     "minus": _minus,
 }
+
+
+class _Parser:
+    """Recursive descent over the language of `Select.parse`."""
+
+    def __init__(self, text: str):
+        self.text, self.at = text, 0
+        self.tokens = [(m.group(), m.start()) for m in re.finditer(r"\w+|[^\w\s]", text)]
+
+    def fail(self, wanted: str) -> ValueError:
+        token, start = self.tokens[self.at] if self.at < len(self.tokens) else ("the end", len(self.text))
+        words = "all, prompt, generated, reasoning, answer, branch, special, window, message, positions, phase"
+        return ValueError(f"selection {self.text!r}: {token!r} at column {start}, expected {wanted}; words: {words}")
+
+    def next_is(self, *options: str) -> str | None:
+        if self.at < len(self.tokens) and self.tokens[self.at][0] in options:
+            self.at += 1
+            return self.tokens[self.at - 1][0]
+        return None
+
+    def whole(self) -> Select:
+        result = self.expression()
+        if self.at < len(self.tokens):
+            raise self.fail("'|', '-' or the end")
+        return result
+
+    def expression(self) -> Select:
+        result = self.term()
+        while operator := self.next_is("|", "-"):
+            other = self.term()
+            result = result | other if operator == "|" else result - other
+        return result
+
+    def term(self) -> Select:
+        if self.next_is("("):
+            inner = self.expression()
+            if not self.next_is(")"):
+                raise self.fail("')'")
+            return inner
+        start, name = self.at, self.tokens[self.at][0] if self.at < len(self.tokens) else ""
+        self.at += 1
+        arguments, options = self.arguments() if self.next_is("(") else ([], {})
+        builders = {
+            "all": Select.all, "prompt": Select.prompt, "generated": Select.generated, "branch": Select.branch,
+            "special": Select.special, "window": Select.window, "message": Select.message,
+            "positions": Select.positions, "phase": Select.phase,
+            "reasoning": lambda: Select.phase("reasoning"), "answer": lambda: Select.phase("answer"),
+        }  # fmt: skip
+        if name not in builders:
+            self.at = start
+            raise self.fail("a selection")
+        try:
+            return builders[name](*arguments, **options)
+        except TypeError as error:
+            raise ValueError(f"selection {self.text!r}: {name} does not take these arguments ({error})") from None
+
+    def arguments(self) -> tuple[list, dict]:
+        positional: list = []
+        named: dict = {}
+        while not self.next_is(")"):
+            if (positional or named) and not self.next_is(","):
+                raise self.fail("',' or ')'")
+            value = self.value()
+            if isinstance(value, str) and self.next_is("="):
+                named[value] = self.value()
+            else:
+                positional.append(value)
+        return positional, named
+
+    def value(self) -> int | str:
+        sign = -1 if self.next_is("-") else 1
+        if self.at >= len(self.tokens) or not re.fullmatch(r"\w+", self.tokens[self.at][0]):
+            raise self.fail("a number or a name")
+        word = self.tokens[self.at][0]
+        self.at += 1
+        return sign * int(word) if word.isdigit() else word

@@ -40,10 +40,20 @@ SITES: dict[str, str] = {
 ROOT_SITES = ("embed", "final_norm", "logits")
 _STREAM_SITES = ("resid_pre", "resid_mid", "residual", "attn", "mlp", "expert_mix", "shared_expert", "final_norm")
 _ALIASES = {
-    "resid_post": "residual", "hook_resid_pre": "resid_pre", "hook_resid_mid": "resid_mid", "hook_resid_post": "residual",
-    "hook_attn_out": "attn", "hook_mlp_out": "mlp", "attn.hook_q": "q", "attn.hook_k": "k", "attn.hook_v": "v",
-    "attn.hook_z": "head_out", "hook_embed": "embed", "ln_final.hook_normalized": "final_norm", "unembed.hook_out": "logits",
-}  # fmt: skip
+    "resid_post": "residual",
+    "hook_embed": "embed",
+    "hook_resid_pre": "resid_pre",
+    "hook_resid_mid": "resid_mid",
+    "hook_resid_post": "residual",
+    "hook_attn_out": "attn",
+    "hook_mlp_out": "mlp",
+    "attn.hook_q": "q",
+    "attn.hook_k": "k",
+    "attn.hook_v": "v",
+    "attn.hook_z": "head_out",
+    "ln_final.hook_normalized": "final_norm",
+    "unembed.hook_out": "logits",
+}
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _INNER = ("model", "language_model", "text_model", "transformer", "gpt_neox", "decoder")
 _LAYER_LISTS = ("layers", "h", "blocks", "block")
@@ -122,7 +132,7 @@ def _find_decoder(model: nn.Module) -> tuple[nn.Module, str]:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers in order, through PEFT and multimodal wrappers. AttributeError names the class if there are none."""
+    """The decoder layers in order, through PEFT and multimodal wrappers; AttributeError names a class without."""
     decoder, name = _find_decoder(model)
     return list(getattr(decoder, name))
 
@@ -278,6 +288,7 @@ def describe(model: nn.Module) -> str:
             "all" if len(have) == count else ",".join(map(str, have)) if len(have) < 6 else f"{len(have)} of {count}"
         )
         point = find_place(model, site, have[0]).point
-        where = f"{'input of' if point.end == 'in' else 'output of'} {point.path or ('model' if site == 'logits' else 'layer')}"
+        whole = "model" if site == "logits" else "layer"
+        where = f"{'input of' if point.end == 'in' else 'output of'} {point.path or whole}"
         lines.append(f"{site:<14}{shown:<12}{site_width(model, site, have[0]):<8}{where:<42}{SITES[site]}")
     return "\n".join(lines)

@@ -44,7 +44,7 @@ def test_every_site_fires_with_its_shape(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_residual_stream_adds_up(family):
     model, ids = tiny(family), token_ids(2)
-    values, output = read_all(model, ids)
+    values, _ = read_all(model, ids)
     names = sites_of(model)
     for layer in range(num_layers(model)):
         if layer:

@@ -1,0 +1,103 @@
+"""Activations of given tokens from one plain forward: no generation, no conversation."""
+
+from __future__ import annotations
+
+import inspect
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from .activation_cache import CaptureSpec, offload_to_cpu
+from .hooks import attached
+from .pooling import pool_rows
+from .select import TokenSequence
+from .sites import require_site, resolve_layers, unwrap
+
+
+class CapturedSite(NamedTuple):
+    """One site of one layer."""
+
+    layer: int
+    site: str
+    tensor: Tensor | list[Tensor]
+    """[S, W] for one row, [B, S, W] for several, a list of [S_i, W] where a mask was given."""
+
+
+def pack(input_ids: Int[Tensor, "row token"], attention_mask: Tensor | None) -> tuple[Tensor, list[int]]:
+    """Real tokens of every row moved to the front, and how many there are.
+
+    In a causal model pads that follow the real tokens change none of them, need no mask, and attend to something.
+    """
+    rows, columns = input_ids.shape
+    if attention_mask is None:
+        return input_ids, [columns] * rows
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
+    real: Bool[Tensor, "row token"] = attention_mask.bool()
+    lengths = real.sum(1).tolist()
+    if min(lengths) == 0:
+        raise ValueError("attention_mask leaves a row without any token")
+    order = (~real).long().argsort(dim=1, stable=True)[:, : max(lengths)]
+    return input_ids.gather(1, order), lengths
+
+
+def run_forward(model: nn.Module, input_ids: Tensor, logits: bool = False):
+    """One forward of the whole model without a cache; only the last position's logits unless asked for."""
+    options: dict = {"use_cache": False}
+    if not logits and "logits_to_keep" in inspect.signature(unwrap(model).forward).parameters:
+        options["logits_to_keep"] = 1
+    return model(input_ids=input_ids, **options)
+
+
+def capture_activations(
+    model: nn.Module,
+    input_ids: Int[Tensor, "row token"],
+    spec: CaptureSpec,
+    attention_mask: Tensor | None = None,
+) -> list[CapturedSite]:
+    """What `spec` asks for, by layer, then by `spec.sites`, from one no-grad forward over `input_ids` [1 or B, S].
+
+    `spec.tokens` sees the whole row as prompt (selections that need a conversation match nothing and are refused), and
+    with `spec.pool` each row's tensor is [1, W] float32. UnknownSite or ValueError before the forward.
+    """
+    input_ids = input_ids[None] if input_ids.dim() == 1 else input_ids
+    ids, lengths = pack(input_ids, attention_mask)
+    rows = [_selected_rows(spec, length) for length in lengths]
+    wanted = [
+        (layer, require_site(model, site)) for site in spec.sites for layer in resolve_layers(model, spec.layers, site)
+    ]
+    order = {require_site(model, site): rank for rank, site in enumerate(spec.sites)}
+    keys = sorted(dict.fromkeys(wanted), key=lambda key: (key[0], order[key[1]]))
+    kept: dict[tuple[int, str], list[Tensor]] = {}
+
+    def keep(key):
+        def tap(value: Tensor) -> None:
+            parts = [value[i, index.to(value.device)] for i, index in enumerate(rows)]
+            kept[key] = [pool_rows(part, spec.pool) if spec.pool else part for part in parts]
+
+        return tap
+
+    with torch.no_grad(), attached(model, {key: keep(key) for key in keys}):
+        run_forward(model, ids.to(next(model.parameters()).device), logits=any(site == "logits" for _, site in keys))
+    flat = [part for key in keys for part in kept[key]]
+    flat = offload_to_cpu(flat) if spec.offload == "cpu" else flat
+    result = []
+    for number, (layer, site) in enumerate(keys):
+        parts = flat[number * len(rows) : (number + 1) * len(rows)]
+        if attention_mask is not None:
+            tensor: Tensor | list[Tensor] = parts
+        else:
+            tensor = parts[0] if len(parts) == 1 else torch.stack(parts)
+        result.append(CapturedSite(layer, site, tensor))
+    return result
+
+
+def _selected_rows(spec: CaptureSpec, length: int) -> Tensor:
+    sequence = TokenSequence([0] * length)
+    spec.tokens.check(sequence)
+    mask = spec.tokens.mask(sequence)
+    if not mask.any():
+        raise ValueError(f"{spec.tokens} selects none of {length} prompt tokens")
+    return torch.from_numpy(mask.nonzero()[0])
