@@ -6,13 +6,14 @@ Labels, paths, cluster and report settings are in no id. Units hold whole trunks
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from . import items
 from .config import SweepConfig
+from .estimate import default_unit_cells
+from .identity import Identities, cast_of, digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,35 +79,99 @@ class Unit:
                    cast=data["cast"])  # fmt: skip
 
 
-def canonical(value: Any) -> bytes:
-    """Canonical JSON: sorted keys, no spaces, numbers by value (6 == 6.0), no NaN."""
-    plain = _canonical(value)
-    return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
-
-
-def digest(value: Any) -> str:
-    """20 hex digits of blake2b over canonical JSON."""
-    return hashlib.blake2b(canonical(value), digest_size=10).hexdigest()
-
-
-def _canonical(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _canonical(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_canonical(item) for item in value]
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
-
-
 def expand(config: SweepConfig) -> Iterator[Unit]:
-    """The units of a configuration, in plan order, streamed. Raises ConfigError where two cells share an id."""
-    raise NotImplementedError
+    """The units of a configuration, in plan order, streamed: items, trunk settings, trunk seeds, conditions, seeds.
+
+    Raises ConfigError, naming both sources, where two cells share an id.
+    """
+    return pack(config, trunks(config))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branches:
+    """A trunk and the cells that continue it, by cast."""
+
+    trunk: Trunk
+    row: Mapping[str, Any]
+    cells: Mapping[str, list[Cell]]
+    """Cast -> cells, without their unit."""
+
+
+def trunks(config: SweepConfig) -> Iterator[Branches]:
+    """Every trunk with its cells, streamed in plan order."""
+    ids = Identities(config)
+    trunk_seeds, branch_seeds = seeds(config.scenario.trunk.seeds), seeds(config.scenario.branch.seeds)
+    for row in items.read(config.scenario.items):
+        row_digest = digest(row)
+        for shared, points in ids.by_trunk:
+            for seed in trunk_seeds:
+                trunk = Trunk(
+                    id=ids.trunk(row_digest, shared, seed), item=row["id"], seed=seed, condition=shared.condition
+                )
+                cells: dict[str, list[Cell]] = {}
+                for point in points:
+                    cells.setdefault(point.cast, []).extend(
+                        Cell(id=ids.cell(trunk.id, point, branch_seed), item=trunk.item, trunk=trunk.id,
+                             condition=point.condition, trunk_seed=seed, branch_seed=branch_seed, unit="")
+                        for branch_seed in branch_seeds
+                    )  # fmt: skip
+                yield Branches(trunk=trunk, row=row, cells=cells)
+
+
+def seeds(given: int | tuple[int, ...]) -> tuple[int, ...]:
+    """How many, or which."""
+    return tuple(range(given)) if isinstance(given, int) else tuple(given)
+
+
+def pack(
+    config: SweepConfig, branches: Iterable[Branches], first: int = 0, held: Container[str] = ()
+) -> Iterator[Unit]:
+    """Units from number `first` on: blocks of whole trunks, at most `plan.unit_cells` cells or one trunk, cut by cast.
+
+    The piece with the trunk's own cast owns the trunk, if need be without cells; those in `held` have an owner already.
+    """
+    limit = config.plan.unit_cells or default_unit_cells(config)
+    own = cast_of(config)
+    number, size = first, 0
+    block: list[Branches] = []
+    for entry in branches:
+        count = sum(map(len, entry.cells.values()))
+        if block and size + count > limit:
+            for unit in _cut(config, block, own, number, held):
+                yield unit
+                number += 1
+            block, size = [], 0
+        block.append(entry)
+        size += count
+    if block:
+        yield from _cut(config, block, own, number, held)
+
+
+def _cut(config: SweepConfig, block: list[Branches], own: str, number: int, held: Container[str]) -> Iterator[Unit]:
+    has_trunk = config.scenario.trunk.turns > 0 or any(axis.is_trunk for axis in config.grid)
+    casts = dict.fromkeys(cast for entry in block for cast in entry.cells)
+    owned = [entry.trunk.id for entry in block if has_trunk and entry.trunk.id not in held]
+    if owned or own in casts:
+        casts = {own: None, **casts}
+    for cast in casts:
+        name = f"u{number:06d}"
+        number += 1
+        needed = [entry for entry in block if entry.cells.get(cast) or (cast == own and entry.trunk.id in owned)]
+        yield Unit(
+            id=name,
+            cells=tuple(replace(cell, unit=name) for entry in needed for cell in entry.cells.get(cast, ())),
+            trunks=tuple(entry.trunk for entry in needed) if has_trunk else (),
+            owns=tuple(owned) if cast == own else (),
+            items={entry.trunk.item: entry.row for entry in needed},
+            cast=cast,
+        )
 
 
 def applied(config: SweepConfig, condition: Mapping[str, Any]) -> SweepConfig:
     """The configuration under a condition (axis path -> label): what a replica runs a cell or trunk with."""
-    raise NotImplementedError
+    from .checks import applied_and_normalized
+
+    return applied_and_normalized(config, dict(condition))
 
 
 def write_plan(config: SweepConfig, root: str) -> int:

@@ -1,0 +1,205 @@
+"""Whether a configuration is possible, found out before anything is loaded or written.
+
+`checked` returns the configuration with defaults written out: participants that were left open, layers counted from
+the front, canonical site names, and the content hash of every input.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from interlens.errors import InterlensError
+from interlens.interp.sites import canonical_site
+
+from . import inputs, items, shapes
+from .config import CaptureConfig, ConfigError, InterventionConfig, ScenarioConfig, SweepConfig, did_you_mean
+from .grid import applied, full_path
+from .selection import parse_tokens
+
+POOLS = (None, "mean", "last", "max")
+MODES = ("add", "ablate", "norm_add", "replace")
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\- ]{0,63}")
+
+
+def checked(config: SweepConfig) -> SweepConfig:
+    """The configuration, complete. ConfigError in one line for the first thing that is impossible."""
+    _check_scenario(config.scenario)
+    _check_choices(config)
+    config = normalized(config)
+    for axis in config.grid:
+        for label in axis.labels:
+            _check_scenario(applied_and_normalized(config, {axis.path: label}).scenario)
+    items.check(config.scenario.items)
+    return replace(config, inputs=inputs.hashes(config))
+
+
+def applied_and_normalized(config: SweepConfig, condition: dict[str, Any]) -> SweepConfig:
+    """The configuration under a condition, with the same defaults written out."""
+    try:
+        return normalized(applied(config, condition))
+    except ConfigError as error:
+        point = ", ".join(f"{path}={label}" for path, label in condition.items())
+        raise ConfigError(f"{error} (with {point})") from None
+
+
+def normalized(config: SweepConfig) -> SweepConfig:
+    """Defaults written out in what captures and interventions name. ConfigError for what cannot be."""
+    for name, participant in config.scenario.participants.items():
+        if participant.is_local and participant.model is not None:
+            shapes.check_source(shapes.model(config, participant.model).source, f"participants.{name}.model")
+    capture = tuple(_capture(config, c, f"capture[{i}]") for i, c in enumerate(config.capture))
+    edits = tuple(_intervention(config, e, f"intervention[{i}]") for i, e in enumerate(config.intervention))
+    return replace(config, capture=capture, intervention=edits)
+
+
+def _check_scenario(scenario: ScenarioConfig) -> None:
+    if not scenario.participants:
+        raise ConfigError(
+            "the scenario has no participants; set scenario.participants, or choose experiment=... or scenario=topics"
+        )
+    if not scenario.items:
+        raise ConfigError("the scenario has no items; set scenario.items to a YAML, JSONL or Parquet file, or to rows")
+    for name, p in scenario.participants.items():
+        at = f"scenario.participants.{name}"
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"{name!r} cannot name a participant; use up to 64 letters, digits, '_', '-', '.' or blanks"
+            )
+        if name == scenario.moderator:
+            raise ConfigError(f"{at} has the moderator's name; rename one of them (scenario.moderator)")
+        if p.kind not in ("model", "scripted", "api"):
+            raise ConfigError(f"{at}.kind is {p.kind!r}; possible: model, scripted, api")
+        if p.kind != "scripted" and not p.model:
+            raise ConfigError(f"{at}.model is missing; give an embedded name (smollm2), a hub id or a folder")
+        if p.kind == "scripted" and not p.lines:
+            raise ConfigError(f"{at}.lines is empty; a scripted participant needs what it says")
+        if p.max_new_tokens < 1 or p.temperature < 0:
+            raise ConfigError(f"{at}: max_new_tokens must be at least 1 and temperature at least 0")
+        if p.top_p is not None and not 0 < p.top_p <= 1:
+            raise ConfigError(f"{at}.top_p is {p.top_p}; it must lie in (0, 1]")
+    for part, least in (("trunk", 0), ("branch", 1)):
+        settings = getattr(scenario, part)
+        if settings.turns < least:
+            raise ConfigError(f"scenario.{part}.turns is {settings.turns}; it must be at least {least}")
+        seeds = settings.seeds
+        if (isinstance(seeds, int) and seeds < 1) or (not isinstance(seeds, int) and not seeds):
+            raise ConfigError(f"scenario.{part}.seeds is {seeds!r}; give a number of at least 1, or a list of seeds")
+        if not isinstance(seeds, int) and len(set(seeds)) < len(seeds):
+            raise ConfigError(f"scenario.{part}.seeds names a seed twice: {list(seeds)}")
+
+
+def _check_choices(config: SweepConfig) -> None:
+    one_of("cluster.executor", config.cluster.executor, ("ray", "inline"))
+    one_of("run.on_error", config.run.on_error, ("continue", "fail_fast"))
+    one_of("run.progress", config.run.progress, ("auto", "rich", "plain", "none"))
+    one_of("scenario.reasoning_visibility", config.scenario.reasoning_visibility, ("strip", "self_retain", "shared"))
+    if config.cluster.replicas < 1 or config.cluster.rows < 1 or config.cluster.in_flight < 1:
+        raise ConfigError("cluster.replicas, cluster.rows and cluster.in_flight must be at least 1")
+    if config.plan.unit_cells is not None and config.plan.unit_cells < 1:
+        raise ConfigError(f"plan.unit_cells is {config.plan.unit_cells}; it must be at least 1, or null")
+    for name, model in config.models.items():
+        if not NAME.fullmatch(name):
+            raise ConfigError(f"{name!r} cannot name a model; use up to 64 letters, digits, '_', '-', '.' or blanks")
+        one_of(f"models.{name}.dtype", model.dtype, ("auto", "float32", "bfloat16", "float16", "float64"))
+    for analyzer in config.scenario.analyzers:
+        if not re.fullmatch(r"[\w.]+:[\w.]+", analyzer):
+            raise ConfigError(f"scenario.analyzers: {analyzer!r} is no import path; write module:function")
+    for axis in config.grid:
+        if full_path(axis.path) == "scenario.opening" and config.scenario.trunk.turns:
+            raise ConfigError(
+                "grid.scenario.opening acts before the branch point; set scenario.trunk.turns=0 or use framing"
+            )
+
+
+def one_of(where: str, given: Any, possible: Sequence[Any]) -> None:
+    """ConfigError unless `given` is one of `possible`."""
+    if given not in possible:
+        raise ConfigError(
+            f"{where} is {given!r}; possible: {', '.join('null' if p is None else str(p) for p in possible)}"
+        )
+
+
+def _participants(config: SweepConfig, given: tuple[str, ...], where: str) -> tuple[str, ...]:
+    cast = config.scenario.participants
+    local = [name for name, p in cast.items() if p.is_local]
+    for name in given:
+        if name not in cast:
+            raise ConfigError(f"{where}.participants: no participant {name!r}{did_you_mean(name, cast)}")
+        if name not in local:
+            raise ConfigError(
+                f"{where}.participants: {name!r} has no weights here; possible: {', '.join(local) or 'none'}"
+            )
+    if not given and len(local) != 1:
+        raise ConfigError(f"{where}.participants is missing; name some of: {', '.join(local) or 'none is local'}")
+    return given or tuple(local)
+
+
+def _turns(turns: Any, where: str) -> None:
+    if isinstance(turns, str):
+        one_of(f"{where}.turns", turns, ("branch", "trunk", "all"))
+    elif any(t < 0 for t in turns) or not turns:
+        raise ConfigError(f"{where}.turns is {list(turns)}; possible: branch, trunk, all, or turn numbers from 0")
+
+
+def _layers(config: SweepConfig, who: tuple[str, ...], layers: Any, site: str, where: str) -> tuple[int, ...]:
+    counts = {name: shapes.of(config, config.scenario.participants[name].model) for name in who}
+    found: list[int] = []
+    for layer in layers:
+        for name, shape in counts.items():
+            if shape is not None and not -shape.layers <= layer < shape.layers:
+                raise ConfigError(
+                    f"{where}.layers: no layer {layer} in {shape.name!r} ({name}); it has {shape.layers}, "
+                    f"0 to {shape.layers - 1}"
+                )
+        if layer < 0:
+            depths = {s.layers for s in counts.values() if s is not None}
+            if len(depths) != 1 or None in counts.values():
+                raise ConfigError(
+                    f"{where}.layers: {layer} counts from the end of models of different or unknown depth"
+                )
+            layer += depths.pop()
+        found.append(layer)
+    if len(set(found)) < len(found):
+        raise ConfigError(f"{where}.layers names a layer twice: {list(layers)}")
+    return tuple(found)
+
+
+def _site(site: str, where: str) -> str:
+    try:
+        return canonical_site(site)
+    except InterlensError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _capture(config: SweepConfig, c: CaptureConfig, where: str) -> CaptureConfig:
+    who = _participants(config, c.participants, where)
+    if not c.sites:
+        raise ConfigError(f"{where}.sites is empty; name at least one, as in [residual]")
+    sites = tuple(_site(site, f"{where}.sites") for site in c.sites)
+    parse_tokens(c.tokens, f"{where}.tokens")
+    one_of(f"{where}.pool", c.pool, POOLS)
+    one_of(f"{where}.special", c.special, ("drop", "keep"))
+    one_of(f"{where}.source", c.source, ("run", "clean"))
+    _turns(c.turns, where)
+    layers = None if c.layers is None else _layers(config, who, c.layers, sites[0], where)
+    if layers == ():
+        raise ConfigError(f"{where}.layers is empty; name layers, or null for all")
+    return replace(c, participants=who, sites=sites, layers=layers)
+
+
+def _intervention(config: SweepConfig, e: InterventionConfig, where: str) -> InterventionConfig:
+    one_of(f"{where}.kind", e.kind, ("steer",))
+    who = _participants(config, e.participants, where)
+    site = _site(e.site, f"{where}.site")
+    parse_tokens(e.tokens, f"{where}.tokens")
+    one_of(f"{where}.mode", e.mode, MODES)
+    _turns(e.turns, where)
+    if not e.direction:
+        raise ConfigError(f"{where}.direction is missing; {inputs.DIRECTIONS}")
+    inputs.parse_direction(e.direction, f"{where}.direction")
+    if not e.layers:
+        raise ConfigError(f"{where}.layers is empty; name the layers to steer")
+    return replace(e, participants=who, site=site, layers=_layers(config, who, e.layers, site, where))

@@ -1,0 +1,111 @@
+"""The only home of Hydra: from groups, files and overrides to a checked `SweepConfig`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .config import ConfigError, SweepConfig, build, did_you_mean
+from .grid import axes
+
+GROUPS = ("model", "scenario", "capture", "intervention", "grid", "aggregate", "cluster", "experiment", "debug")
+
+
+def conf_dir() -> Path:
+    """The shipped configuration: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise ConfigError(f"the shipped configuration is missing beside {package}; reinstall the package")
+
+
+def compose(overrides: list[str]) -> SweepConfig:
+    """Compose with Hydra and check. ConfigError in one line for whatever does not fit."""
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    before = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            composed = hydra.compose("config", overrides=relaxed(overrides), return_hydra_config=True)
+            return from_composed(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error)) from None
+    finally:
+        GlobalHydra.instance().clear()
+        if before is not None:
+            GlobalHydra.instance().initialize(before)
+
+
+def relaxed(overrides: list[str]) -> list[str]:
+    """Overrides of single keys with `++`, so that a key the defaults do not spell out needs no `+`.
+
+    Whether it exists is checked against the dataclasses. Groups and hydra's own keys stay as they are.
+    """
+    return [f"++{o}" if _is_plain_key(o) else o for o in overrides]
+
+
+def _is_plain_key(override: str) -> bool:
+    key, equals, value = override.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key):
+        return False
+    if key in GROUPS and "{" in value:
+        known = ", ".join(sorted(p.stem for p in (conf_dir() / key).glob("*.yaml")))
+        raise ConfigError(f"{key} is a group: choose {key}=<{known}> and set its keys, or write an experiment file")
+    return key not in GROUPS and not key.startswith("hydra.")
+
+
+def explain(error: Exception) -> str:
+    """Hydra's errors in one line, with the root cause and the options where a group's choice does not exist."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    text = " ".join(str(error).split())
+    missing = re.search(r"Could not find '(\w+)/([^']+)'", text)
+    if missing:
+        group, given = missing.groups()
+        known = [p.stem for p in (conf_dir() / group).glob("*.yaml")]
+        return f"no {group} {given!r}{did_you_mean(given, known)}"
+    inner = " ".join(str(cause).split())
+    return text if inner in text else f"{text} ({inner})"
+
+
+def from_composed(composed: Any) -> SweepConfig:
+    """Hydra's composition as a checked `SweepConfig`."""
+    from omegaconf import OmegaConf
+
+    experiment = OmegaConf.select(composed, "hydra.runtime.choices.experiment")
+    ours = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+    plain: Any = OmegaConf.to_container(ours, resolve=True, throw_on_missing=True)
+    plain.setdefault("experiment", experiment or "sweep")
+    return from_plain(plain)
+
+
+def from_plain(plain: Mapping[str, Any]) -> SweepConfig:
+    """A configuration as users write it (one-or-list sections, grids as maps), as a checked `SweepConfig`."""
+    from .checks import checked
+
+    data = dict(plain)
+    if "inputs" in data:
+        raise ConfigError("unknown key 'inputs'; what a sweep reads follows from its directions and items")
+    for section in ("capture", "intervention"):
+        data[section] = _one_or_list(data.get(section))
+    data["aggregate"] = [{"name": k, "options": v or {}} for k, v in (data.get("aggregate") or {}).items()]
+    grid = data.pop("grid", None) or {}
+    data["scenario"] = {k: v for k, v in (data.get("scenario") or {}).items() if not (k == "items" and v is None)}
+    run = dict(data.get("run") or {})
+    run["dir"] = run.get("dir") or f"runs/{Path(str(data.get('experiment', 'sweep'))).name}"
+    data["run"] = run
+    return checked(build(SweepConfig, {**data, "grid": axes(grid)}))
+
+
+def _one_or_list(value: Any) -> list:
+    if value is None:
+        return []
+    return [value] if isinstance(value, Mapping) else value

@@ -1,0 +1,167 @@
+"""What makes a trunk or a cell itself: the home of every id.
+
+A trunk's id hashes what its text depends on; a cell's id its trunk, its resolved settings and its branch seed. Values
+are hashed, not how they were written: labels, paths, cluster, report and aggregate settings are in no id, 6 is 6.0, and
+a source enters by its content. Fields marked `later` are left out while they are neutral, so that old ids stand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import shapes
+from .checks import applied_and_normalized
+from .config import ConfigError, InterventionConfig, SweepConfig
+from .grid import conditions
+
+
+def canonical(value: Any) -> bytes:
+    """Canonical JSON: sorted keys, no spaces, numbers by value (6 == 6.0), no NaN."""
+    plain = _canonical(value)
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def digest(value: Any) -> str:
+    """20 hex digits of blake2b over canonical JSON."""
+    return hashlib.blake2b(canonical(value), digest_size=10).hexdigest()
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _canonical(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_canonical(item) for item in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def identity(value: Any) -> Any:
+    """The plain values of a configuration object that enter ids: all of its fields, but neutral later ones."""
+    if dataclasses.is_dataclass(value):
+        return {
+            f.name.rstrip("_"): identity(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if f.metadata.get("identity", True)
+            and not (f.metadata.get("later") and getattr(value, f.name) == f.default)
+        }
+    if isinstance(value, Mapping):
+        return {str(key): identity(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [identity(item) for item in value]
+    return value
+
+
+def cast_of(config: SweepConfig) -> str:
+    """Equal for configurations that the same set of loaded models can run."""
+    return digest(_models(config))[:8]
+
+
+def _models(config: SweepConfig) -> dict[str, Any]:
+    used = {p.model for p in config.scenario.participants.values() if p.is_local and p.model}
+    found = {}
+    for name in used:
+        entry = shapes.model(config, name)
+        found[shapes.model_name(config, name)] = {"revision": entry.revision, "dtype": entry.dtype}
+    return found
+
+
+def _participants(config: SweepConfig) -> list[list[Any]]:
+    """In speaking order, with models by name."""
+    return [
+        [name, {**identity(p), "model": shapes.model_name(config, p.model) if p.is_local and p.model else p.model}]
+        for name, p in config.scenario.participants.items()
+    ]
+
+
+def _intervention(config: SweepConfig, edit: InterventionConfig) -> dict[str, Any]:
+    """A direction by its content; `random:<seed>` is its own content."""
+    return {**identity(edit), "direction": config.inputs.get(edit.direction or "", edit.direction)}
+
+
+def trunk_settings(config: SweepConfig) -> dict[str, Any]:
+    """All but item and seed that a trunk's text depends on: interventions only where they act in the trunk."""
+    scenario = config.scenario
+    settings = {
+        "trunk": identity(scenario.trunk), "participants": _participants(config), "models": _models(config),
+        "opening": scenario.opening, "moderator": scenario.moderator, "seed": scenario.seed,
+        "reasoning_visibility": scenario.reasoning_visibility,
+    }  # fmt: skip
+    edits = [_intervention(config, e) for e in config.intervention if e.turns in ("trunk", "all")]
+    return {**settings, "intervention": edits} if edits else settings
+
+
+def cell_settings(config: SweepConfig) -> dict[str, Any]:
+    """All but trunk and branch seed that a cell's text and records depend on."""
+    scenario = config.scenario
+    return {
+        "branch": identity(scenario.branch), "participants": _participants(config), "models": _models(config),
+        "opening": scenario.opening, "moderator": scenario.moderator, "framing": scenario.framing,
+        "seed": scenario.seed, "reasoning_visibility": scenario.reasoning_visibility, "logprobs": scenario.logprobs,
+        "intervention": [_intervention(config, e) for e in config.intervention],
+        "capture": [identity(c) for c in config.capture],
+    }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A condition, hashed."""
+
+    condition: Mapping[str, Any]
+    digest: str
+    cast: str = ""
+
+
+class Identities:
+    """The conditions of a grid, hashed once, and the ids that follow. ConfigError where two points coincide."""
+
+    def __init__(self, config: SweepConfig):
+        on_trunk = tuple(axis for axis in config.grid if axis.is_trunk)
+        after = tuple(axis for axis in config.grid if not axis.is_trunk)
+        self.by_trunk: list[tuple[Point, list[Point]]] = []
+        """(trunk settings, the conditions that continue such a trunk), in plan order."""
+        for shared in self._points(config, on_trunk, trunk_settings):
+            base = applied_and_normalized(config, dict(shared.condition))
+            base = dataclasses.replace(base, grid=after)
+            points = [
+                Point(condition={**shared.condition, **p.condition}, digest=p.digest, cast=p.cast)
+                for p in self._points(base, after, cell_settings)
+            ]
+            self.by_trunk.append((shared, points))
+
+    @staticmethod
+    def _points(config: SweepConfig, axes: tuple, settings: Any) -> Iterator[Point]:
+        seen: dict[str, Mapping[str, Any]] = {}
+        for condition in conditions(axes):
+            under = applied_and_normalized(config, condition)
+            hashed = digest(settings(under))
+            if hashed in seen:
+                raise ConfigError(
+                    f"two points of the grid are the same cells: {_named(seen[hashed])} and {_named(condition)}; "
+                    "give them different values, or remove one"
+                )
+            seen[hashed] = condition
+            yield Point(condition=condition, digest=hashed, cast=cast_of(under))
+
+    @staticmethod
+    def trunk(row_digest: str, shared: Point, seed: int) -> str:
+        """Id of a trunk: item row, settings, trunk seed."""
+        return _hash(f'{{"item":"{row_digest}","seed":{seed},"settings":"{shared.digest}"}}')
+
+    @staticmethod
+    def cell(trunk: str, point: Point, seed: int) -> str:
+        """Id of a cell: trunk, settings, branch seed."""
+        return _hash(f'{{"seed":{seed},"settings":"{point.digest}","trunk":"{trunk}"}}')
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
+
+
+def _named(condition: Mapping[str, Any]) -> str:
+    return ", ".join(f"{path}={label!r}" for path, label in condition.items()) or "the base"
