@@ -19,9 +19,9 @@ import numpy as np
 
 if TYPE_CHECKING:
     from interlens.interp.activation_cache import ActivationRecord
-
     from interlens.message import Message
 
+    from ..config import AggregateConfig, SweepConfig
     from ..plan import Cell
 
 State = dict[str, np.ndarray]
@@ -83,12 +83,20 @@ KINDS: dict[str, str] = {
 SHORT_NAMES = {"directions": "difference_of_means", "dose_response": "outcomes"}
 
 
-def build(aggregate: Mapping[str, Mapping[str, Any]]) -> list[Sum | Fit]:
+def build(aggregate: Iterable[AggregateConfig], config: SweepConfig | None = None) -> list[Sum | Fit]:
     """The aggregates of a configuration's `aggregate:` section, in its order.
 
-    ValueError for an unknown kind, option or expression: call this before a run starts.
+    ValueError for an unknown kind, option or expression; with `config`, also for columns that none of its cells will
+    have. Call it before a run starts.
     """
-    return [_build_one(name, dict(options or {})) for name, options in aggregate.items()]
+    built = [_build_one(entry.name, dict(entry.options or {})) for entry in aggregate]
+    for made in built:
+        if config is not None and hasattr(made, "check"):
+            try:
+                made.check(config)
+            except ValueError as error:
+                raise ValueError(f"aggregate {made.name!r}: {error}") from error
+    return built
 
 
 def _build_one(name: str, options: dict[str, Any]) -> Sum | Fit:
@@ -105,7 +113,7 @@ def _build_one(name: str, options: dict[str, Any]) -> Sum | Fit:
         raise ValueError(f"aggregate {name!r}: cannot import {path!r}: {error}") from error
     try:
         return made(name, **options)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"aggregate {name!r} ({kind}): {error}") from error
 
 
@@ -114,7 +122,7 @@ def sums(aggregates: Iterable[Sum | Fit]) -> list[Sum]:
     return [aggregate for aggregate in aggregates if isinstance(aggregate, Sum)]
 
 
-def finalize(run: Any, aggregates: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
+def finalize(run: Any, aggregates: Iterable[AggregateConfig] | None = None) -> dict[str, dict[str, Any]]:
     """Merge a run's committed sums in unit order, run its fits, and write `RUN/aggregates/`. Returns name -> result.
 
     `aggregates` replaces the `aggregate:` section of the run's own configuration. Safe to repeat: everything written is

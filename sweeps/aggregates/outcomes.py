@@ -1,0 +1,197 @@
+"""Outcomes: how what was said, and where the activations lie, change along one axis of the grid (dose-response).
+
+    outcomes: {axis: intervention.coef, baseline: 0}
+
+Every analyzer's number is compared between the levels of the axis, and so is the projection of the captured vectors on
+the direction that a steering intervention adds. Cells are paired: same item, trunk, branch seed and other axes.
+Intervals are by bootstrap over items. At the layer that is steered, the projection moves by the coefficient by
+construction; what says something are the layers after it, and the text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from interlens.probes import project
+from interlens.statistics import mean_interval
+
+from . import CellResult, State
+from .directions import input_file, load_direction, parse_reference
+from .places import axes_of, places
+from .streaming import Keyed, MomentsSum, moments_of
+
+Pair = tuple[str, dict[Any, float]]
+"""Item, and level -> value of cells that differ in nothing but the level."""
+
+
+class Outcomes(MomentsSum):
+    """Sum (means per condition) and Fit (paired comparison along `axis`). `measures`: names, or None for all."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        axis: str | None = None,
+        baseline: Any = None,
+        measures: Sequence[str] | None = None,
+        project: str | bool = True,
+        draws: int = 1000,
+    ):
+        self.name = name
+        self.axis, self.baseline, self.draws = axis, baseline, draws
+        self.measures = None if measures is None else tuple(measures)
+        self.project = project
+        if isinstance(project, str):
+            parse_reference(project)
+
+    def check(self, config: Any) -> None:
+        """ValueError if the axis or the baseline is not in the grid."""
+        if config.grid:
+            axis = self._axis(config)
+            self._baseline(axis.labels)
+
+    def contribution(self, result: CellResult) -> Keyed:
+        condition = json.dumps(dict(result.cell.condition), sort_keys=True)
+        for measure, value in result.outcomes.items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and self._wanted(measure):
+                yield f"{measure}|{condition}", np.array([float(value)])
+
+    def finish(self, state: State) -> dict[str, Any]:
+        rows = []
+        for key, moments in sorted(moments_of(state).items()):
+            measure, _, condition = key.partition("|")
+            rows.append(
+                {
+                    "measure": measure,
+                    "condition": json.loads(condition),
+                    "count": moments.count,
+                    "mean": float(moments.mean[0]),
+                    "std": None if moments.count < 2 else float(moments.variance()[0] ** 0.5),
+                }
+            )
+        return {"kind": "outcomes", "means": rows}
+
+    def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Pair cells along the axis and compare every measure with the baseline level."""
+        finished = finished or {"kind": "outcomes"}
+        if not run.config.grid:
+            return {**finished, "axis": None, "responses": []}
+        axis = self._axis(run.config)
+        others = [path for path in axes_of(run) if path != axis.path]
+        plan = ["cell", "item", "trunk", "trunk_seed", "branch_seed", axis.path, *others]
+        cells = {row["cell"]: row for row in run.cells.select(plan).to_pylist()}
+        baseline = self._baseline(axis.labels)
+
+        def response(values: Mapping[str, float]) -> dict[str, Any]:
+            return self._response(axis.labels, baseline, _paired(axis.path, others, cells, values))
+
+        text = [{"measure": name, "of": "text", **response(values)} for name, values in self._text(run, plan).items()]
+        projections = [{**what, "of": "projection", **response(values)} for what, values in self._projections(run)]
+        return {
+            **finished,
+            "axis": axis.path,
+            "baseline": baseline,
+            "levels": list(axis.labels),
+            "responses": text + projections,
+        }
+
+    def _wanted(self, measure: str) -> bool:
+        return self.measures is None or measure in self.measures or measure.partition(".")[0] in self.measures
+
+    def _axis(self, config: Any) -> Any:
+        """The axis that was asked for, else a coefficient's, else the first."""
+        if self.axis is not None:
+            matches = [a for a in config.grid if self.axis in (a.path, a.path.rsplit(".", 1)[-1])]
+            if len(matches) != 1:
+                raise ValueError(f"no axis {self.axis!r}; the grid has: {', '.join(a.path for a in config.grid)}")
+            return matches[0]
+        coefs = [a for a in config.grid if a.path.endswith("coef")]
+        return (coefs or list(config.grid))[0]
+
+    def _baseline(self, labels: Sequence[Any]) -> Any:
+        if self.baseline is None:
+            return next((label for label in labels if label == 0 and not isinstance(label, bool)), labels[0])
+        if self.baseline not in labels:
+            raise ValueError(f"no level {self.baseline!r} on this axis; it has: {', '.join(map(str, labels))}")
+        return self.baseline
+
+    def _text(self, run: Any, plan: Sequence[str]) -> dict[str, dict[str, float]]:
+        """Measure -> cell -> value, of every number an analyzer gave."""
+        table = run.outcomes()
+        names = [name for name in table.column_names if name not in {*plan, "unit", "attempt"} and self._wanted(name)]
+        values: dict[str, dict[str, float]] = {}
+        for name in names:
+            for cell, value in zip(table.column("cell").to_pylist(), table.column(name).to_pylist(), strict=True):
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    values.setdefault(name, {})[cell] = float(value)
+        return values
+
+    def _projections(self, run: Any) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+        """Per captured place: the mean projection of each cell's vectors on the direction that was steered along."""
+        steers = [i for i in run.config.intervention if i.kind == "steer" and i.direction]
+        reference = self.project if isinstance(self.project, str) else steers[0].direction if steers else None
+        if reference is None or not self.project:
+            return
+        for place in (p for p in places(run, pool="mean") if p.site == parse_reference(reference).site):
+            x, table = run.vectors(site=place.site, layer=place.layer, participant=place.participant, pool=place.pool)
+            direction = load_direction(reference, file=input_file(run, reference), width=x.shape[1])
+            per_cell: dict[str, list[float]] = {}
+            for cell, value in zip(table.column("cell").to_pylist(), project(x, direction), strict=True):
+                if cell is not None:
+                    per_cell.setdefault(cell, []).append(float(value))
+            what = {
+                "measure": f"projection.{place.participant}.{place.layer}",
+                "participant": place.participant,
+                "layer": place.layer,
+                "direction": reference,
+                "steered_here": any(place.layer in s.layers and place.participant in s.participants for s in steers),
+            }
+            yield what, {cell: float(np.mean(values)) for cell, values in per_cell.items()}
+
+    def _response(self, labels: Sequence[Any], baseline: Any, pairs: list[Pair]) -> dict[str, Any]:
+        """Level means, paired differences from the baseline, and the slope over numeric levels."""
+        levels = []
+        for level in labels:
+            at = [(item, pair[level]) for item, pair in pairs if level in pair]
+            both = [(item, pair[level] - pair[baseline]) for item, pair in pairs if level in pair and baseline in pair]
+            levels.append(
+                {
+                    "level": level,
+                    "count": len(at),
+                    "mean": self._interval(at),
+                    "pairs": len(both),
+                    "difference": self._interval(both) if level != baseline else None,
+                }
+            )
+        return {"levels": levels, "slope": self._slope(labels, pairs)}
+
+    def _slope(self, labels: Sequence[Any], pairs: list[Pair]) -> dict[str, float] | None:
+        """Least-squares change per unit of the axis within pairs, averaged over complete pairs."""
+        if len(labels) < 2 or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in labels):
+            return None
+        dose = np.array(labels, dtype=float) - np.mean(labels)
+        complete = [(item, pair) for item, pair in pairs if all(level in pair for level in labels)]
+        slopes = [(item, float(dose @ [pair[level] for level in labels] / (dose @ dose))) for item, pair in complete]
+        return self._interval(slopes)
+
+    def _interval(self, rows: list[tuple[str, float]]) -> dict[str, float] | None:
+        if not rows:
+            return None
+        items, values = zip(*rows, strict=True)
+        return mean_interval(np.array(values), items, draws=self.draws).summary()
+
+
+def _paired(axis: str, others: Sequence[str], cells: Mapping[str, Any], values: Mapping[str, float]) -> list[Pair]:
+    """(item, level -> value) of cells that agree in everything but the axis."""
+    same = ["item", "trunk_seed", "branch_seed", *others]
+    if not axis.startswith(("trunk.", "scenario.trunk.")):
+        same.append("trunk")
+    pairs: dict[tuple, dict[Any, float]] = {}
+    for cell, value in values.items():
+        row = cells[cell]
+        pairs.setdefault(tuple(row[name] for name in same), {})[row[axis]] = value
+    return [(key[0], pair) for key, pair in pairs.items()]

@@ -1,0 +1,103 @@
+"""A run in memory with the reader's interface, for laws of aggregates that need thousands of cells in a moment."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from interlens.interp.activation_cache import ActivationRecord
+from sweeps.aggregates import CellResult
+from sweeps.config import AxisConfig, InterventionConfig, ScenarioConfig, SweepConfig
+from sweeps.plan import Cell
+
+
+def record(vector, participant="bob", layer=16, message_idx=4, pool="mean", num_pooled=5):
+    return ActivationRecord(
+        participant, message_idx, layer, "residual", torch.as_tensor(np.asarray(vector, dtype=np.float32))[None], (0, 1),
+        {"answer": (0, 1)}, pool=pool, num_pooled=num_pooled,
+    )  # fmt: skip
+
+
+def results(axis="framing", labels=("warm", "cold"), items=10, trunk_seeds=2, branch_seeds=2, layers=(8, 16), width=24,
+            signal=3.0, seed=0, dose=False):  # fmt: skip
+    """Finished cells: every item and trunk has its own offset; the axis moves vectors and the outcome `score`."""
+    rng = np.random.default_rng(seed)
+    axis_vector = rng.standard_normal((len(layers), width))
+    axis_vector /= np.linalg.norm(axis_vector, axis=1, keepdims=True)
+    made = []
+    for item in range(items):
+        for trunk_seed in range(trunk_seeds):
+            family = 2 * rng.standard_normal((len(layers), width))
+            for branch_seed in range(branch_seeds):
+                noise = rng.standard_normal()
+                for label in labels:
+                    dose_at = float(label) if dose else {labels[0]: 0.5, labels[-1]: -0.5}.get(label, 0.0)
+                    cell = Cell(id=f"c{len(made)}", item=f"i{item}", trunk=f"t{item}.{trunk_seed}",
+                                condition={axis: label}, trunk_seed=trunk_seed, branch_seed=branch_seed,
+                                unit=f"u{len(made) // 16}")  # fmt: skip
+                    rows = family + rng.standard_normal((len(layers), width)) + signal * dose_at * axis_vector
+                    made.append(CellResult(
+                        cell=cell, item_row={"id": f"i{item}", "even": item % 2 == 0}, messages=[],
+                        records=[record(row, layer=layer) for layer, row in zip(layers, rows, strict=True)],
+                        outcomes={"score": 10 + 2 * dose_at + noise + 0.1 * rng.standard_normal()},
+                    ))  # fmt: skip
+    return made, axis_vector
+
+
+@dataclass
+class StoredRun:
+    """What an aggregate reads of a run, answered from finished cells."""
+
+    results: list
+    axis: str = "framing"
+    labels: tuple = ("warm", "cold")
+    interventions: tuple = ()
+    root: Path = Path("/nowhere")
+    states: dict = field(default_factory=dict)
+    aggregate: tuple = ()
+
+    @property
+    def config(self):
+        return SweepConfig(
+            scenario=ScenarioConfig(),
+            grid=(AxisConfig(path=self.axis, labels=self.labels, values=self.labels),),
+            intervention=self.interventions,
+            aggregate=self.aggregate,
+        )
+
+    def _plan(self, result):
+        cell = result.cell
+        return {"cell": cell.id, "item": cell.item, "trunk": cell.trunk, "trunk_seed": cell.trunk_seed,
+                "branch_seed": cell.branch_seed, "unit": cell.unit, **cell.condition}  # fmt: skip
+
+    @property
+    def cells(self):
+        return pa.Table.from_pylist([{**self._plan(r), "state": "done"} for r in self.results])
+
+    def outcomes(self):
+        return pa.Table.from_pylist([{**self._plan(r), **r.outcomes} for r in self.results])
+
+    def _records(self):
+        for result in self.results:
+            for rec in result.records:
+                yield {**self._plan(result), "participant": rec.participant, "message_idx": rec.message_idx,
+                       "layer": rec.layer, "site": rec.site, "pool": rec.pool, "tensor": rec.tensor}  # fmt: skip
+
+    def table(self, name, columns=None, filter=None):
+        assert name == "records"
+        return pa.Table.from_pylist([{key: row[key] for key in columns} for row in self._records()])
+
+    def vectors(self, *, site="residual", layer=None, participant=None, pool="mean", where=None):
+        rows = [r for r in self._records()
+                if (r["site"], r["layer"], r["participant"], r["pool"]) == (site, layer, participant, pool)]  # fmt: skip
+        tensors = torch.cat([row.pop("tensor") for row in rows]).numpy()
+        return tensors, pa.Table.from_pylist(rows)
+
+    def sums(self, name):
+        return iter(self.states.get(name, []))
+
+
+def steer(direction, layers=(16,)):
+    return InterventionConfig(kind="steer", participants=("bob",), layers=layers, direction=direction)

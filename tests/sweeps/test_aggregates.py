@@ -1,0 +1,226 @@
+"""Laws of aggregates: any split and order agree, recomputed equals streamed, planted effects are found, noise is not."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sweeps.aggregates import Fit, Sum, build
+from sweeps.aggregates.directions import load_direction, parse_reference, read_directions, save_directions
+from sweeps.aggregates.finalize import finalize, read_results
+from sweeps.config import AggregateConfig
+
+from .stored import StoredRun, record, results, steer
+
+CONTRAST = "framing == 'warm' vs framing == 'cold'"
+RESULTS, AXES = results()
+ENTRIES = {
+    "directions": AggregateConfig(name="directions", options={"contrast": CONTRAST, "permutations": 3, "draws": 100}),
+    "outcomes": AggregateConfig(name="outcomes", options={"draws": 100}),
+}
+SUMS = [made for entry in ENTRIES.values() if isinstance(made := build([entry])[0], Sum)]
+
+
+def fold(aggregate, cells):
+    state = aggregate.zero()
+    for result in cells:
+        aggregate.add(state, result)
+    return state
+
+
+@pytest.mark.parametrize("aggregate", SUMS, ids=lambda a: a.name)
+@settings(max_examples=10, deadline=None)
+@given(cuts=st.lists(st.integers(0, len(RESULTS)), max_size=5), seed=st.integers(0, 2**31))
+def test_any_order_and_any_split_agree(aggregate, cuts, seed):
+    rng = np.random.default_rng(seed)
+    shuffled = [RESULTS[i] for i in rng.permutation(len(RESULTS))]
+    bounds = [0, *sorted(cuts), len(shuffled)]
+    states = [fold(aggregate, shuffled[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    merged = aggregate.zero()
+    for i in rng.permutation(len(states)):
+        merged = aggregate.merge(merged, states[i])
+    whole = fold(aggregate, RESULTS)
+    assert merged.keys() == whole.keys()
+    for key, value in whole.items():
+        scale = max(np.abs(value).max(), 1e-300)
+        assert np.abs(merged[key] - value).max() / scale < 1e-12, key
+
+
+@pytest.mark.parametrize("aggregate", SUMS, ids=lambda a: a.name)
+def test_states_are_flat_float64_arrays_and_merge_leaves_its_inputs_alone(aggregate):
+    a, b = fold(aggregate, RESULTS[:10]), fold(aggregate, RESULTS[10:20])
+    before = {key: value.copy() for key, value in a.items()}
+    aggregate.merge(a, b)
+    assert all(np.array_equal(a[key], before[key]) for key in before) and a.keys() == before.keys()
+    for value in a.values():
+        assert value.dtype == np.float64 and value.ndim >= 1
+
+
+def test_a_cell_that_cannot_be_added_leaves_the_state_as_it_was():
+    aggregate = build([AggregateConfig(name="directions", options={"contrast": "framing == 'warm' vs item == 'i0'"})])[
+        0
+    ]
+    state = fold(aggregate, [r for r in RESULTS if r.cell.condition["framing"] == "cold"][:3])
+    before = {key: value.copy() for key, value in state.items()}
+    with pytest.raises(ValueError, match="both sides"):
+        aggregate.add(state, RESULTS[0])
+    assert state.keys() == before.keys() and all(np.array_equal(state[k], before[k]) for k in before)
+
+
+def test_directions_equal_plain_numpy_and_streamed_equals_recomputed():
+    aggregate = build([ENTRIES["directions"]])[0]
+    streamed = aggregate.finish(fold(aggregate, RESULTS))
+    recomputed = aggregate.fit(StoredRun(RESULTS))
+    for index, layer in enumerate((8, 16)):
+        rows = {label: np.stack([r.records[index].tensor[0].double().numpy() for r in RESULTS
+                                 if r.cell.condition["framing"] == label]) for label in ("warm", "cold")}  # fmt: skip
+        plain = rows["warm"].mean(0) - rows["cold"].mean(0)
+        assert np.allclose(streamed["tensors"][f"residual.{layer}"], plain, rtol=0, atol=1e-12)
+        assert np.allclose(recomputed["tensors"][f"residual.{layer}"], plain, rtol=0, atol=1e-12)
+        entry = next(e for e in streamed["directions"] if e["layer"] == layer)
+        assert (entry["num_pos"], entry["num_neg"], entry["num_neither"]) == (40, 40, 0)
+        assert entry["norm"] == pytest.approx(np.linalg.norm(plain), rel=1e-12)
+        assert entry["norm_pos"] == pytest.approx(np.sqrt((rows["warm"] ** 2).sum(1).mean()), rel=1e-12)
+
+
+def test_a_planted_direction_is_found_and_its_controls_are_not():
+    found = build([ENTRIES["directions"]])[0].fit(StoredRun(RESULTS))
+    for entry, axis in zip(found["directions"], AXES, strict=True):
+        direction = found["tensors"][entry["tensor"]]
+        assert direction @ axis / np.linalg.norm(direction) > 0.8
+        evaluation = entry["evaluation"]
+        assert evaluation["auroc"]["low"] > 0.7 > evaluation["shuffled"]["mean"]
+        assert abs(evaluation["random"]["mean"] - 0.5) < 0.15
+        assert evaluation["num_groups"] == 10
+    assert found["cosines"]["names"] == ["residual.8", "residual.16"]
+
+
+def test_two_participants_keep_their_directions_apart():
+    two, _ = results(items=3)
+    for result in two:
+        result.records.append(record(np.ones(24), participant="alice"))
+    aggregate = build([ENTRIES["directions"]])[0]
+    state = fold(aggregate, two)
+    found = aggregate.finish(state)
+    assert set(found["tensors"]) == {"residual.8@bob.mean", "residual.16@bob.mean"}
+    alice = next(e for e in found["directions"] if e["participant"] == "alice")
+    assert alice["norm"] == 0.0 and "tensor" not in alice
+
+
+def test_cells_on_neither_side_and_non_finite_rows_are_counted_not_used():
+    cells, _ = results(labels=("warm", "plain", "cold"), items=4, layers=(16,))
+    cells[0].records[0].tensor[0, 3] = float("nan")
+    aggregate = build([ENTRIES["directions"]])[0]
+    entry = aggregate.finish(fold(aggregate, cells))["directions"][0]
+    assert (entry["num_pos"], entry["num_neg"], entry["num_neither"], entry["non_finite"]) == (15, 16, 16, 1)
+
+
+def test_one_item_gives_a_direction_and_says_why_there_is_no_evaluation():
+    cells, _ = results(items=1)
+    entry = build([ENTRIES["directions"]])[0].fit(StoredRun(cells))["directions"][0]
+    assert entry["norm"] > 0 and entry["evaluation"] is None and "at least 2 groups" in entry["why"]
+
+
+def dose_run(direction="random:1"):
+    cells, axes = results(axis="intervention.coef", labels=(0, 4, 8), dose=True, signal=0.0, layers=(16, 20))
+    vector = load_direction("random:1", width=24).astype(np.float64)
+    for result in cells:
+        for rec in result.records:
+            rec.tensor += float(result.cell.condition["intervention.coef"]) * rec.tensor.new_tensor(vector)
+    return StoredRun(cells, axis="intervention.coef", labels=(0, 4, 8), interventions=(steer(direction),))
+
+
+def test_dose_response_is_paired_and_finds_the_planted_slopes():
+    run = dose_run()
+    found = build([ENTRIES["outcomes"]])[0].fit(run)
+    responses = {response["measure"]: response for response in found["responses"]}
+    assert (found["axis"], found["baseline"]) == ("intervention.coef", 0)
+    score = responses["score"]
+    assert score["slope"]["value"] == pytest.approx(2.0, abs=0.05)
+    at_8 = score["levels"][2]
+    assert (at_8["count"], at_8["pairs"]) == (40, 40)
+    assert at_8["difference"]["low"] < 16.0 < at_8["difference"]["high"] or at_8["difference"][
+        "value"
+    ] == pytest.approx(16, abs=0.1)
+    paired = at_8["difference"]["high"] - at_8["difference"]["low"]
+    unpaired = at_8["mean"]["high"] - at_8["mean"]["low"]
+    assert paired < unpaired / 2
+    assert responses["projection.bob.16"]["slope"]["value"] == pytest.approx(1.0, abs=0.1)
+    assert responses["projection.bob.16"]["steered_here"] and not responses["projection.bob.20"]["steered_here"]
+
+
+def test_a_missing_cell_leaves_its_pair_out_and_no_more():
+    run = dose_run()
+    run.results = [r for r in run.results if r.cell.id != "c0"]
+    levels = build([ENTRIES["outcomes"]])[0].fit(run)["responses"][0]["levels"]
+    assert [level["count"] for level in levels] == [39, 40, 40]
+    assert levels[1]["pairs"] == 39
+
+
+def test_named_axes_are_compared_with_their_first_level():
+    found = build([ENTRIES["outcomes"]])[0].fit(StoredRun(RESULTS))
+    assert found["baseline"] == "warm"
+    score = found["responses"][0]
+    assert score["slope"] is None and score["levels"][1]["difference"]["value"] == pytest.approx(-2.0, abs=0.1)
+
+
+def test_finalize_writes_results_and_directions_that_a_next_run_can_name(tmp_path):
+    run = StoredRun(RESULTS, root=tmp_path, aggregate=tuple(ENTRIES.values()))
+    for made in build(run.aggregate):
+        run.states[made.name] = [fold(made, RESULTS[:30]), fold(made, RESULTS[30:])]
+    written = finalize(run)
+    assert read_results(tmp_path) == json.loads(json.dumps(written))
+    direction = load_direction(f"run:{tmp_path}:residual:16", width=24)
+    assert direction.dtype == np.float32 and np.linalg.norm(direction) == pytest.approx(1, abs=1e-6)
+    assert direction @ AXES[1] > 0.8
+    _, provenance = read_directions(tmp_path / "aggregates/directions.safetensors")
+    assert provenance["contrast"] == CONTRAST and provenance["directions"][0]["num_pos"] == 40
+    assert finalize(run) == written
+
+
+def test_direction_references():
+    assert parse_reference("run:runs/a:residual:16").key == "residual.16"
+    assert parse_reference("file:/x/y.safetensors:12").key == "residual.12"
+    assert parse_reference("file:/x/y.safetensors:attn:3").key == "attn.3"
+    assert np.array_equal(load_direction("random:3", width=8), load_direction("random:3", width=8))
+    for wrong in ("nonsense", "run:x", "random:x", "file:x", "run::residual:3"):
+        with pytest.raises(ValueError, match="possible: run:"):
+            parse_reference(wrong)
+
+
+def test_a_direction_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match="no directions at"):
+        load_direction(f"run:{tmp_path}:residual:16")
+    save_directions(tmp_path / "aggregates/directions.safetensors", {"residual.8": np.ones(4)}, {})
+    with pytest.raises(ValueError, match=r"no direction 'residual.16'.*it has: residual.8"):
+        load_direction(f"run:{tmp_path}:residual:16")
+    with pytest.raises(ValueError, match="width is 5"):
+        load_direction(f"run:{tmp_path}:residual:8", width=5)
+
+
+@pytest.mark.parametrize(
+    "name, options, complaint",
+    [
+        ("centroids", {}, "there are: difference_of_means"),
+        ("directions", {}, "contrast"),
+        ("directions", {"contrast": "framing == 'warm'"}, "expected 'vs'"),
+        ("directions", {"contrast": "frame == 'warm' vs frame == 'cold'"}, "no column 'frame'.*framing"),
+        ("directions", {"contrast": CONTRAST, "controls": ["mirror"]}, "there are: shuffled, random"),
+        ("directions", {"contrast": CONTRAST, "split": "branch_seed"}, "finer than a trunk"),
+        ("directions", {"contrast": CONTRAST, "folz": 3}, "folz"),
+        ("outcomes", {"axis": "coef"}, "the grid has: framing"),
+        ("outcomes", {"baseline": "hot"}, "it has: warm, cold"),
+        ("outcomes", {"project": "somewhere"}, "possible: run:"),
+    ],
+)
+def test_impossible_aggregates_are_refused_before_a_run(name, options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        build([AggregateConfig(name=name, options=options)], StoredRun(RESULTS).config)
+
+
+def test_every_registered_aggregate_is_a_sum_or_a_fit():
+    for entry in ENTRIES.values():
+        made = build([entry])[0]
+        assert made.name == entry.name and isinstance(made, Sum | Fit)
