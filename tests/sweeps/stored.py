@@ -14,8 +14,9 @@ from sweeps.plan import Cell
 
 
 def record(vector, participant="bob", layer=16, message_idx=4, pool="mean", num_pooled=5):
+    tensor = torch.tensor(np.asarray(vector)[None], dtype=torch.float32)
     return ActivationRecord(
-        participant, message_idx, layer, "residual", torch.as_tensor(np.asarray(vector, dtype=np.float32))[None], (0, 1),
+        participant, message_idx, layer, "residual", tensor, (0, 1),
         {"answer": (0, 1)}, pool=pool, num_pooled=num_pooled,
     )  # fmt: skip
 
@@ -90,8 +91,8 @@ class StoredRun:
         return pa.Table.from_pylist([{key: row[key] for key in columns} for row in self._records()])
 
     def vectors(self, *, site="residual", layer=None, participant=None, pool="mean", where=None):
-        rows = [r for r in self._records()
-                if (r["site"], r["layer"], r["participant"], r["pool"]) == (site, layer, participant, pool)]  # fmt: skip
+        wanted = {"site": site, "layer": layer, "participant": participant, "pool": pool}
+        rows = [row for row in self._records() if wanted.items() <= row.items()]
         tensors = torch.cat([row.pop("tensor") for row in rows]).numpy()
         return tensors, pa.Table.from_pylist(rows)
 

@@ -71,7 +71,7 @@ def test_a_contrast_has_two_sides_and_the_rest_is_neither():
         ("(framing == 'warm'", r"expected '\)'"),
         ("'warm' == framing", "expected a column name"),
         ("framing in 'warm'", r"expected '\['"),
-        ("__import__('os').system('x')", "cannot read the rest"),
+        ("__import__('os').system('x')", "cannot read"),
         ("framing == 'warm' vs framing == 'cold'", "cannot read the rest"),
         ("f(x)", "cannot read the rest"),
         ("x ** 2", "cannot read"),
@@ -86,5 +86,5 @@ def test_nonsense_is_refused_and_says_where(source, complaint):
 def test_unknown_columns_list_the_known_ones():
     with pytest.raises(KeyError, match="there are: a, b"):
         parse("c == 1")({"a": 1, "b": 2})
-    with pytest.raises(ValueError, match="no column 'framing'.*there are: coef"):
+    with pytest.raises(ValueError, match=r"no column 'framing'.*there are: coef"):
         parse("framing == 'warm'").check(["coef"])
