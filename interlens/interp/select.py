@@ -105,7 +105,7 @@ class Select:
             raise ValueError(f"window of {of!r}; possible: 'prompt', 'generated'")
         if of == "generated" and (start < 0 or stop < 0):
             raise ValueError(
-                "a window of what was generated cannot count from its end: it is not known while generating"
+                "a window of what was generated cannot count from its end, unknown while generating"
             )
         if (start < 0) == (stop < 0) and start >= stop:
             raise ValueError(f"window({start}, {stop}) can never match: it is empty")

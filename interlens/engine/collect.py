@@ -1,0 +1,221 @@
+"""What captures keep while rows live, and how it becomes records.
+
+Unpooled rows are kept as they were gathered, a lane's rows of all sequences in one tensor, until `flush` moves them to
+their place in one transfer per lane. Pooled rows are reduced on the device into one float32 table per lane and never
+stored. Nothing here aliases a live activation.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..interp.activation_cache import ActivationRecord
+from .offload import Mover
+from .rows import Row, Take
+from .taps import Gathered, Lane
+
+
+@dataclass(eq=False)
+class Kept:
+    """What is held for one row: moved pieces and pool slots."""
+
+    pieces: dict[tuple[Take, int, str], list[tuple[np.ndarray, object, np.ndarray]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    slots: dict[tuple[Take, int, str], int] = field(default_factory=dict)
+    pooled: dict[tuple[Take, int, str], list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
+
+
+class PoolTable:
+    """Running pools of one lane: `[slots, W]` float32 on the device."""
+
+    def __init__(self, pool: str):
+        self.pool = pool
+        self.values: Tensor | None = None
+        self.free: list[int] = []
+
+    def slot(self, like: Tensor) -> int:
+        if not self.free:
+            old = 0 if self.values is None else len(self.values)
+            new = max(32, old)
+            fresh = torch.empty((new, like.shape[-1]), dtype=torch.float32, device=like.device)
+            self.values = fresh if self.values is None else torch.cat([self.values, fresh])
+            self.free = list(range(old, old + new))
+        slot = self.free.pop()
+        assert self.values is not None
+        self.values[slot] = float("-inf") if self.pool == "max" else 0
+        return slot
+
+    def add(self, slots: list[int], counts: list[int], values: Tensor) -> None:
+        """Fold in `counts[i]` consecutive rows of `values` for each slot."""
+        assert self.values is not None
+        if self.pool == "last":
+            ends = torch.tensor(np.cumsum(counts) - 1, device=values.device)
+            self.values[torch.tensor(slots, device=values.device)] = values[ends].float()
+            return
+        index = torch.tensor(np.repeat(slots, counts), device=values.device)
+        if self.pool == "mean":
+            self.values.index_add_(0, index, values.float())
+        else:
+            self.values.index_reduce_(0, index, values.float(), "amax")
+
+
+class Collector:
+    """Keeps the captures of all rows of one engine."""
+
+    def __init__(self, mover: Mover, flush_bytes: int = 64 << 20):
+        self._mover = mover
+        self._flush_bytes = flush_bytes
+        self._staged: dict[Lane, list[Gathered]] = defaultdict(list)
+        self._staged_bytes = 0
+        self._pools: dict[Lane, PoolTable] = {}
+        self.bytes_held = 0
+        """Bytes of unpooled activations held for unfinished rows."""
+
+    def commit(self, lanes: dict[Lane, Gathered]) -> None:
+        """Take over what a forward that succeeded has gathered."""
+        for lane, gathered in lanes.items():
+            assert gathered.values is not None
+            if lane[2] is None:
+                size = gathered.values.numel() * gathered.values.element_size()
+                self._staged[lane].append(gathered)
+                self._staged_bytes += size
+                self.bytes_held += size
+            else:
+                self._pool(lane, gathered)
+        if self._staged_bytes > self._flush_bytes:
+            self.flush()
+
+    def _pool(self, lane: Lane, gathered: Gathered) -> None:
+        layer, site, pool, _ = lane
+        assert pool is not None and gathered.values is not None
+        table = self._pools.setdefault(lane, PoolTable(pool))
+        slots = []
+        for row, take, positions in gathered.owners:
+            kept = _kept(row)
+            address = (take, layer, site)
+            if address not in kept.slots:
+                kept.slots[address] = table.slot(gathered.values)
+            kept.pooled[address].append(positions)
+            slots.append(kept.slots[address])
+        table.add(slots, [len(positions) for _, _, positions in gathered.owners], gathered.values)
+
+    def flush(self) -> None:
+        """Move everything staged to its place, one transfer per lane."""
+        for lane, parts in self._staged.items():
+            layer, site, _, offload = lane
+            moved = self._mover.move([part.values for part in parts], offload)
+            offset = 0
+            for part in parts:
+                for row, take, positions in part.owners:
+                    rows = np.arange(offset, offset + len(positions))
+                    _kept(row).pieces[take, layer, site].append((positions, moved, rows))
+                    offset += len(positions)
+        self._staged.clear()
+        self._staged_bytes = 0
+
+    def drop(self, row: Row) -> None:
+        """Forget what is held for a row (it failed, or starts over)."""
+        if row.takes:
+            self.flush()
+        self._free(row)
+
+    def _free(self, row: Row) -> None:
+        if row.kept is None:
+            return
+        for (take, layer, site), slot in row.kept.slots.items():
+            self._pools[layer, site, take.pool, take.offload].free.append(slot)
+        for pieces in row.kept.pieces.values():
+            for _, moved, rows in pieces:
+                self.bytes_held -= moved.row_bytes * len(rows)
+        row.kept = None
+
+    def records(self, row: Row) -> list[ActivationRecord]:
+        """The finished row's records, ordered by spec, then layer, then site. Waits for its transfers."""
+        if row.takes:
+            self.flush()
+        if row.kept is None:
+            return []
+        records = []
+        fingerprint = "+".join(edit.intervention.fingerprint for edit in row.edits)
+        for take in row.takes:
+            for layer, site in take.lanes:
+                record = self._record(row, take, layer, site)
+                if record is not None:
+                    record.fingerprint = fingerprint
+                    records.append(record)
+        self._free(row)
+        return records
+
+    def _record(self, row: Row, take: Take, layer: int, site: str) -> ActivationRecord | None:
+        address = (take, layer, site)
+        if take.pool is not None:
+            if address not in row.kept.slots:
+                return None
+            positions = np.concatenate(row.kept.pooled[address])
+            table = self._pools[layer, site, take.pool, take.offload]
+            assert table.values is not None
+            value = table.values[row.kept.slots[address]][None]
+            value = value / len(positions) if take.pool == "mean" else value.clone()
+            value = self._mover.move([value], take.offload).rows(None)
+        else:
+            pieces = row.kept.pieces.get(address)
+            if not pieces:
+                return None
+            positions = np.concatenate([at for at, _, _ in pieces])
+            parts = [moved.rows(rows) for _, moved, rows in pieces]
+            value = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return make_record(row, take, layer, site, value, positions)
+
+
+def make_record(row: Row, take: Take, layer: int, site: str, value: Tensor, positions: np.ndarray) -> ActivationRecord:
+    """A record whose spans, phases, tokens and positions describe its rows."""
+    sequence = row.sequence
+    num_prompt = int((positions < sequence.num_prompt).sum())
+    pooled = take.pool is not None
+    return ActivationRecord(
+        "",
+        -1,
+        layer,
+        site,
+        value,
+        (num_prompt, len(positions)) if not pooled else (min(num_prompt, 1) if num_prompt == len(positions) else 0, 1),
+        phase_spans([sequence.phase_at(int(p)) for p in positions], pooled),
+        tokens=tuple(sequence.ids[p] for p in positions),
+        positions=tuple(int(p) for p in positions),
+        pool=take.pool,
+        num_pooled=len(positions) if pooled else None,
+        selection=str(take.tokens),
+    )
+
+
+def phase_spans(phases: list[str], pooled: bool = False) -> dict:
+    """Half-open row spans of each phase present, disjoint.
+
+    Reasoning that resumes after an answer began counts the answer from its last stretch on. A pooled record has one
+    row; it has a phase only if all its tokens share it.
+    """
+    if pooled:
+        return {phases[0]: (0, 1)} if len(set(phases)) == 1 else {}
+    spans = {}
+    stop = phases.count("prompt")
+    if stop:
+        spans["prompt"] = (0, stop)
+    thinking = [i for i, phase in enumerate(phases) if phase == "reasoning"]
+    if thinking:
+        spans["reasoning"] = (thinking[0], thinking[-1] + 1)
+        stop = thinking[-1] + 1
+    if stop < len(phases):
+        spans["answer"] = (stop, len(phases))
+    return spans
+
+
+def _kept(row: Row) -> Kept:
+    if row.kept is None:
+        row.kept = Kept()
+    return row.kept

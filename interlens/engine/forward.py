@@ -1,0 +1,138 @@
+"""One forward over some rows: the engine's only call of the model.
+
+A `Batch` says which positions of which rows are fed. Rows of different lengths are left-padded; a pad query takes
+position 0 and attends to column 0 alone, so that it stays finite, and nothing it computes is kept. Masks are ours, from
+absolute positions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..errors import UnsupportedIntervention
+from .slabs import Slabs, Window
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Positions `[starts[b], stops[b])` of the token sequences `ids[b]`, in slab rows `first + b`."""
+
+    first: int
+    ids: Sequence[Sequence[int]]
+    starts: Sequence[int]
+    stops: Sequence[int]
+    adapters: Sequence[str | None] = ()
+    write: bool = True
+    all_logits: bool = False
+
+    @property
+    def num_queries(self) -> int:
+        """Width T of the padded query matrix."""
+        return max(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
+
+    def flat(self, b: int, positions: np.ndarray) -> np.ndarray:
+        """Index of absolute positions of row b in the flattened `[B * T]` token axis."""
+        return b * self.num_queries + self.num_queries - self.stops[b] + positions
+
+
+class Forward:
+    """Runs batches through one model. `model` is any causal language model of transformers, PEFT-wrapped or not."""
+
+    def __init__(self, model):
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        config = getattr(model, "config", None)
+        self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self._mask_types = _mask_types(self.config)
+        causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+        parameters = inspect.signature(causal.forward).parameters
+        self._keeps_logits = "logits_to_keep" in parameters
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+
+    def __call__(self, batch: Batch, slabs: Slabs) -> Float[Tensor, "row query vocab"]:
+        """Logits of the last query of every row (`all_logits`: of every query). No gradients."""
+        inputs, window = self._inputs(batch)
+        if self._keeps_logits and not batch.all_logits:
+            inputs["logits_to_keep"] = 1
+        slabs.reserve(batch.first + len(batch.ids), window.width)
+        slabs.window = window
+        try:
+            with torch.no_grad(), ExitStack() as stack:
+                _use_adapters(stack, self.model, batch.adapters, inputs)
+                output = self.model(**inputs, **{self._cache_name: slabs}, use_cache=True, return_dict=True)
+        finally:
+            slabs.window = None
+        return output.logits if batch.all_logits else output.logits[:, -1:]
+
+    def _inputs(self, batch: Batch) -> tuple[dict, Window]:
+        num_rows, queries = len(batch.ids), batch.num_queries
+        ids = np.zeros((num_rows, queries), dtype=np.int64)
+        positions = np.zeros((num_rows, queries), dtype=np.int64)
+        real = np.zeros((num_rows, queries), dtype=bool)
+        for b, (start, stop) in enumerate(zip(batch.starts, batch.stops, strict=True)):
+            pad = queries - (stop - start)
+            ids[b, pad:] = batch.ids[b][start:stop]
+            positions[b, pad:] = np.arange(start, stop)
+            real[b, pad:] = True
+        row, query = real.nonzero()
+        device = self.device
+        window = Window(
+            first=batch.first,
+            num_rows=num_rows,
+            width=max(batch.stops),
+            row=torch.from_numpy(row).to(device),
+            query=torch.from_numpy(query).to(device),
+            column=torch.from_numpy(positions[row, query]).to(device),
+            write=batch.write,
+        )
+        at = torch.from_numpy(positions).to(device)
+        inputs = {
+            "input_ids": torch.from_numpy(ids).to(device),
+            "position_ids": at,
+            "attention_mask": self._masks(at, window.width),
+        }
+        return inputs, window
+
+    def _masks(self, positions: Tensor, width: int) -> Tensor | dict[str, Tensor]:
+        """Additive masks `[B, 1, T, width]` from absolute positions; a dict where layers differ in kind."""
+        columns = torch.arange(width, device=self.device)
+        visible = columns <= positions[..., None]
+        masks = {}
+        for kind, size in self._mask_types.items():
+            seen = visible if size is None else visible & (columns > positions[..., None] - size)
+            mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
+            masks[kind] = mask.masked_fill_(~seen, torch.finfo(self.dtype).min)[:, None]
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _mask_types(config) -> dict[str, int | None]:
+    """Attention kind -> sliding window size (None: full), by what the configuration declares."""
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+    sliding = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        sliding = None
+    known = {"full_attention": None, "sliding_attention": sliding}
+    unknown = [kind for kind in kinds if kind not in known]
+    if unknown:
+        raise UnsupportedIntervention(
+            f"{type(config).__name__} has layers of kind {', '.join(unknown)}; the engine knows: {', '.join(known)}"
+        )
+    if len(kinds) == 1:
+        return {kinds[0]: known[kinds[0]]}
+    return {kind: known[kind] for kind in kinds} if kinds else {"full_attention": sliding}
+
+
+def _use_adapters(stack: ExitStack, model, adapters: Sequence[str | None], inputs: dict) -> None:
+    """Let every row run under its own adapter (None: the base model)."""
+    if not any(adapters) and not hasattr(model, "peft_config"):
+        return
+    raise UnsupportedIntervention("adapters are not served yet")

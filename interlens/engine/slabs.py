@@ -1,0 +1,147 @@
+"""The KV of all rows: per layer one slab `[rows, heads, columns, head_dim]` in which column = absolute position.
+
+Nothing is padded, merged, trimmed or concatenated. A forward writes each row's new columns in place and reads a view
+of the rows and columns it needs; retiring, parking, reusing and forking copy columns. Slabs grow by need. Columns that
+a row has not written hold zeros or an earlier row's finite values and are always masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """A copy of one row's first columns, per layer (keys `[heads, n, dim]`, values `[heads, n, dim]`)."""
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    num_columns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Which part of the slabs one forward touches: slab rows `[first, first + num_rows)` and columns `[0, width)`.
+
+    `row, query, column` name the real tokens: batch row, query index and absolute position of each. With
+    `write=False` the forward only reads (recomputing records inside a reused prefix).
+    """
+
+    first: int
+    num_rows: int
+    width: int
+    row: Tensor
+    query: Tensor
+    column: Tensor
+    write: bool = True
+
+
+class Slabs(Cache):
+    """All layers' slabs, used by a transformers model as its cache. `window` is set before each forward."""
+
+    def __init__(self):
+        super().__init__(layers=[])
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.num_rows = 0
+        self.num_columns = 0
+        self.window: Window | None = None
+
+    def reserve(self, num_rows: int, num_columns: int) -> None:
+        """Grow to at least this size; what is stored stays."""
+        if num_rows <= self.num_rows and num_columns <= self.num_columns:
+            return
+        num_rows, num_columns = max(num_rows, self.num_rows), max(num_columns, self.num_columns)
+        for layer in list(self.keys):
+            self.keys[layer] = _grown(self.keys[layer], num_rows, num_columns)
+            self.values[layer] = _grown(self.values[layer], num_rows, num_columns)
+        self.num_rows, self.num_columns = num_rows, num_columns
+
+    def release(self) -> None:
+        """Give the memory back; every row is forgotten."""
+        self.keys.clear()
+        self.values.clear()
+        self.num_rows = self.num_columns = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write the real tokens' keys and values, and return the window's view."""
+        window = self.window
+        if window is None:
+            raise RuntimeError("the engine's cache was used outside an engine forward")
+        keys = self._slab(self.keys, key_states, layer_idx)
+        values = self._slab(self.values, value_states, layer_idx)
+        if window.write:
+            row = window.row + window.first
+            keys[row, :, window.column] = key_states[window.row, :, window.query]
+            values[row, :, window.column] = value_states[window.row, :, window.query]
+        last = window.first + window.num_rows
+        return keys[window.first : last, :, : window.width], values[window.first : last, :, : window.width]
+
+    def _slab(self, slabs: dict[int, Tensor], states: Tensor, layer: int) -> Tensor:
+        if layer not in slabs:
+            shape = (self.num_rows, states.shape[1], self.num_columns, states.shape[3])
+            slabs[layer] = torch.zeros(shape, dtype=states.dtype, device=states.device)
+        return slabs[layer]
+
+    def move(self, source: int, target: int, num_columns: int) -> None:
+        """Copy a row's first columns over another row's (retiring moves the last row into the hole)."""
+        for slab in (*self.keys.values(), *self.values.values()):
+            slab[target, :, :num_columns] = slab[source, :, :num_columns]
+
+    def swap(self, a: int, b: int, num_columns: int) -> None:
+        """Exchange two rows' first columns."""
+        for slab in (*self.keys.values(), *self.values.values()):
+            kept = slab[a, :, :num_columns].clone()
+            slab[a, :, :num_columns] = slab[b, :, :num_columns]
+            slab[b, :, :num_columns] = kept
+
+    def take(self, row: int, num_columns: int) -> Columns:
+        """A compact copy of a row's first columns."""
+        layers = tuple(
+            (self.keys[i][row, :, :num_columns].clone(), self.values[i][row, :, :num_columns].clone())
+            for i in sorted(self.keys)
+        )
+        return Columns(layers=layers, num_columns=num_columns)
+
+    def put(self, row: int, columns: Columns, num_columns: int) -> None:
+        """Fill a row's first columns from a copy."""
+        for i, (keys, values) in zip(sorted(self.keys), columns.layers, strict=True):
+            self.keys[i][row, :, :num_columns] = keys[:, :num_columns]
+            self.values[i][row, :, :num_columns] = values[:, :num_columns]
+
+    def clear(self, row: int) -> None:
+        """Zero a row: what a failed row leaves may be NaN, and a masked NaN still spoils a weighted sum."""
+        for slab in (*self.keys.values(), *self.values.values()):
+            slab[row] = 0
+
+    def bytes_per_column(self) -> int:
+        """Bytes one column of one row takes over all layers; 0 before the first forward."""
+        slabs = (*self.keys.values(), *self.values.values())
+        return sum(slab.shape[1] * slab.shape[3] * slab.element_size() for slab in slabs)
+
+    # What transformers asks of a cache. Positions and masks are always passed, so no model derives them from here.
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.window.width if self.window else 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return (self.window.width if self.window else query_length), 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+
+def _grown(slab: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    grown = slab.new_zeros((num_rows, slab.shape[1], num_columns, slab.shape[3]))
+    grown[: slab.shape[0], :, : slab.shape[2]] = slab
+    return grown
