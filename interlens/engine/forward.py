@@ -8,8 +8,9 @@ absolute positions.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,8 +30,9 @@ class Batch:
     ids: Sequence[Sequence[int]]
     starts: Sequence[int]
     stops: Sequence[int]
+    floors: Sequence[int]
+    """Columns below these hold KV already and are not written (recomputed for records only)."""
     adapters: Sequence[str | None] = ()
-    write: bool = True
     all_logits: bool = False
 
     @property
@@ -52,22 +54,41 @@ class Forward:
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         config = getattr(model, "config", None)
         self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.vocab_size = int(self.config.vocab_size)
+        self.context_limit = int(getattr(self.config, "max_position_embeddings", None) or 1 << 30)
+        self.forkable = True
         self._mask_types = _mask_types(self.config)
         causal = model.get_base_model() if hasattr(model, "get_base_model") else model
         parameters = inspect.signature(causal.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
 
+    def free_columns(self) -> int:
+        """How many KV columns half of the free memory holds."""
+        if self.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.device)[0]
+        else:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        config = self.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        size = 2 * config.num_hidden_layers * heads * width * torch.empty(0, dtype=self.dtype).element_size()
+        return max(4096, free // 2 // size)
+
+    def check_adapter(self, adapter: str | None) -> None:
+        """ValueError if a request cannot run under this adapter."""
+        known = list(getattr(self.model, "peft_config", {}))
+        if adapter is not None and adapter not in known:
+            raise ValueError(f"no adapter {adapter!r} on this model; it has: {', '.join(known) or 'none'}")
+
     def __call__(self, batch: Batch, slabs: Slabs) -> Float[Tensor, "row query vocab"]:
         """Logits of the last query of every row (`all_logits`: of every query). No gradients."""
         inputs, window = self._inputs(batch)
         if self._keeps_logits and not batch.all_logits:
             inputs["logits_to_keep"] = 1
-        slabs.reserve(batch.first + len(batch.ids), window.width)
         slabs.window = window
         try:
-            with torch.no_grad(), ExitStack() as stack:
-                _use_adapters(stack, self.model, batch.adapters, inputs)
+            with torch.no_grad(), _adapters_in_force(self.model, batch.adapters, inputs):
                 output = self.model(**inputs, **{self._cache_name: slabs}, use_cache=True, return_dict=True)
         finally:
             slabs.window = None
@@ -83,7 +104,8 @@ class Forward:
             ids[b, pad:] = batch.ids[b][start:stop]
             positions[b, pad:] = np.arange(start, stop)
             real[b, pad:] = True
-        row, query = real.nonzero()
+        fresh = real & (positions >= np.asarray(batch.floors)[:, None])
+        row, query = fresh.nonzero()
         device = self.device
         window = Window(
             first=batch.first,
@@ -92,7 +114,6 @@ class Forward:
             row=torch.from_numpy(row).to(device),
             query=torch.from_numpy(query).to(device),
             column=torch.from_numpy(positions[row, query]).to(device),
-            write=batch.write,
         )
         at = torch.from_numpy(positions).to(device)
         inputs = {
@@ -131,8 +152,23 @@ def _mask_types(config) -> dict[str, int | None]:
     return {kind: known[kind] for kind in kinds} if kinds else {"full_attention": sliding}
 
 
-def _use_adapters(stack: ExitStack, model, adapters: Sequence[str | None], inputs: dict) -> None:
-    """Let every row run under its own adapter (None: the base model)."""
-    if not any(adapters) and not hasattr(model, "peft_config"):
+@contextmanager
+def _adapters_in_force(model, adapters: Sequence[str | None], inputs: dict):
+    """Every row runs under its own LoRA adapter (None: the base weights alone).
+
+    PEFT's mixed-batch pre-hooks outlive an exception inside the model and would break every later call: those that
+    this forward left are removed.
+    """
+    if not hasattr(model, "peft_config"):
+        yield
         return
-    raise UnsupportedIntervention("adapters are not served yet")
+    inputs["adapter_names"] = [name or "__base__" for name in adapters]
+    before = {id(module): set(module._forward_pre_hooks) for module in model.modules()}
+    try:
+        yield
+    except BaseException:
+        for module in model.modules():
+            for handle in set(module._forward_pre_hooks) - before[id(module)]:
+                del module._forward_pre_hooks[handle]
+                module._forward_pre_hooks_with_kwargs.pop(handle, None)
+        raise

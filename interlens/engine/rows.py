@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ from ..interp.intervention import Intervention
 from ..interp.select import Select, TokenSequence
 from .request import Reply, Request
 from .sampling import NoiseKey
+
+ROW_COUNTERS = ("prefill_tokens", "decode_tokens", "reused_tokens", "recomputed_tokens")
 
 
 class Ticket:
@@ -45,12 +47,14 @@ class Edit:
 class Take:
     """One capture spec of a request with its sites and layers resolved: what to keep and how."""
 
+    order: int
     lanes: tuple[tuple[int, str], ...]
     """(layer, site) pairs."""
     tokens: Select
     pool: str | None
     offload: str | None
     clean: bool
+    """From a forward of its own, without interventions."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -61,16 +65,24 @@ class Row:
     takes: tuple[Take, ...]
     noise: NoiseKey
     max_new_tokens: int
+    clean_takes: tuple[Take, ...] = ()
     target: int = 0
     written: int = 0
     fed: int = 0
-    reused: int = 0
-    draining: bool = False
-    """Finished, but its last token is still to be fed for capture."""
+    index: int = -1
+    """Its slab row."""
     finish_reason: str | None = None
+    """Set when no more token is drawn; the row is done once everything it needs has been fed."""
+    done: bool = False
     error: BaseException | None = None
-    modified_by_forcing: bool = False
     logprobs: dict[str, list[float]] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ROW_COUNTERS, 0))
+    prefix: Any = None
+    """The KV it starts from, between being chosen and placed."""
+    fresh: bool = False
+    """Computes everything itself."""
+    reply: Reply | None = None
+    """What an earlier row of the same ticket has answered; this one adds its clean records."""
     kept: Any = None
     """What the collector holds for this row."""
 
@@ -89,6 +101,58 @@ class Row:
             with np.errstate(over="ignore"):
                 signature[mask] = signature[mask] * np.int64(6364136223846793005) + mark
         return signature
+
+    @property
+    def wants_forced_logprobs(self) -> bool:
+        return self.request.logprobs and self.request.forced is not None and self.reply is None
+
+    @property
+    def needs_all_logits(self) -> bool:
+        """Logits of every position are captured, edited or scored."""
+        if self.wants_forced_logprobs or any(edit.site == "logits" for edit in self.edits):
+            return True
+        return any(site == "logits" for take in self.takes for _, site in take.lanes)
+
+    def touches(self, keys) -> bool:
+        """Some edit or take of this row is at one of these (layer, site) pairs."""
+        return any(
+            any(edit.site == site and layer in edit.layers for edit in self.edits)
+            or any((layer, site) in take.lanes for take in self.takes)
+            for layer, site in keys
+        )
+
+    def append(self, token: int) -> None:
+        """One more drawn token; decides whether it is the last and whether that one still has to be fed."""
+        self.sequence.append(token)
+        if token in self.request.sampling.stop_ids:
+            self.finish_reason = "stop"
+        elif self.num_drawn >= self.max_new_tokens:
+            self.finish_reason = "length"
+        self.done = self.finish_reason is not None and not self.wants_last()
+
+    def note_logprobs(self, logprobs, entropy, sampling_logprob: float | None) -> None:
+        """Append values in nats of one or more tokens."""
+        values = logprobs.tolist()
+        self.logprobs.setdefault("logprobs", []).extend(values)
+        self.logprobs.setdefault("surprisal", []).extend(-v for v in values)
+        self.logprobs.setdefault("entropy", []).extend(entropy.tolist())
+        if sampling_logprob is not None:
+            self.logprobs.setdefault("sampling_logprobs", []).append(sampling_logprob)
+
+    def alone(self) -> Row:
+        """A row with the same tokens and edits that captures nothing."""
+        return replace(self, takes=(), clean_takes=(), kept=None)
+
+    def clean_follower(self, reply: Reply) -> Row:
+        """A row that feeds the finished sequence once more, without edits, for the clean captures."""
+        return replace(
+            self, edits=(), takes=self.clean_takes, clean_takes=(), target=len(self.sequence), written=0, fed=0, index=-1,
+            done=False, counters=dict.fromkeys(ROW_COUNTERS, 0), fresh=True, reply=reply, kept=None,
+        )  # fmt: skip
+
+    @property
+    def num_drawn(self) -> int:
+        return len(self.sequence) - self.sequence.num_prompt
 
     def first_taken(self, stop: int) -> int:
         """The first position below `stop` that some take of this run selects, or `stop`."""

@@ -74,7 +74,9 @@ def draw(logits: Float[Tensor, "row vocab"], settings: Sequence[Sampling], seeds
     """
     temperatures = [s.temperature for s in settings]
     if all(t == 0 for t in temperatures):
-        return Drawn(tokens=logits.max(-1).indices.tolist(), sampling_logprobs=[0.0] * len(settings) if logprobs else None)
+        return Drawn(
+            tokens=logits.max(-1).indices.tolist(), sampling_logprobs=[0.0] * len(settings) if logprobs else None
+        )
     device = logits.device
     scores = logits if logits.dtype == torch.float64 else logits.float()
     if any(t not in (0, 1) for t in temperatures):

@@ -26,8 +26,7 @@ class Columns:
 class Window:
     """Which part of the slabs one forward touches: slab rows `[first, first + num_rows)` and columns `[0, width)`.
 
-    `row, query, column` name the real tokens: batch row, query index and absolute position of each. With
-    `write=False` the forward only reads (recomputing records inside a reused prefix).
+    `row, query, column` name the tokens whose KV is written: batch row, query index and absolute position of each.
     """
 
     first: int
@@ -36,7 +35,6 @@ class Window:
     row: Tensor
     query: Tensor
     column: Tensor
-    write: bool = True
 
 
 class Slabs(Cache):
@@ -50,33 +48,27 @@ class Slabs(Cache):
         self.num_columns = 0
         self.window: Window | None = None
 
-    def reserve(self, num_rows: int, num_columns: int) -> None:
-        """Grow to at least this size; what is stored stays."""
-        if num_rows <= self.num_rows and num_columns <= self.num_columns:
+    def resize(self, num_rows: int, num_columns: int) -> None:
+        """Grow or shrink to this size; the rows and columns that both have stay."""
+        if (num_rows, num_columns) == (self.num_rows, self.num_columns):
             return
-        num_rows, num_columns = max(num_rows, self.num_rows), max(num_columns, self.num_columns)
-        for layer in list(self.keys):
-            self.keys[layer] = _grown(self.keys[layer], num_rows, num_columns)
-            self.values[layer] = _grown(self.values[layer], num_rows, num_columns)
+        for slabs in (self.keys, self.values):
+            for layer in list(slabs):
+                slabs[layer] = _resized(slabs[layer], num_rows, num_columns)
         self.num_rows, self.num_columns = num_rows, num_columns
 
-    def release(self) -> None:
-        """Give the memory back; every row is forgotten."""
-        self.keys.clear()
-        self.values.clear()
-        self.num_rows = self.num_columns = 0
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         """Write the real tokens' keys and values, and return the window's view."""
         window = self.window
         if window is None:
             raise RuntimeError("the engine's cache was used outside an engine forward")
         keys = self._slab(self.keys, key_states, layer_idx)
         values = self._slab(self.values, value_states, layer_idx)
-        if window.write:
-            row = window.row + window.first
-            keys[row, :, window.column] = key_states[window.row, :, window.query]
-            values[row, :, window.column] = value_states[window.row, :, window.query]
+        row = window.row + window.first
+        keys[row, :, window.column] = key_states[window.row, :, window.query]
+        values[row, :, window.column] = value_states[window.row, :, window.query]
         last = window.first + window.num_rows
         return keys[window.first : last, :, : window.width], values[window.first : last, :, : window.width]
 
@@ -90,13 +82,6 @@ class Slabs(Cache):
         """Copy a row's first columns over another row's (retiring moves the last row into the hole)."""
         for slab in (*self.keys.values(), *self.values.values()):
             slab[target, :, :num_columns] = slab[source, :, :num_columns]
-
-    def swap(self, a: int, b: int, num_columns: int) -> None:
-        """Exchange two rows' first columns."""
-        for slab in (*self.keys.values(), *self.values.values()):
-            kept = slab[a, :, :num_columns].clone()
-            slab[a, :, :num_columns] = slab[b, :, :num_columns]
-            slab[b, :, :num_columns] = kept
 
     def take(self, row: int, num_columns: int) -> Columns:
         """A compact copy of a row's first columns."""
@@ -141,7 +126,8 @@ class Slabs(Cache):
         return False
 
 
-def _grown(slab: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    grown = slab.new_zeros((num_rows, slab.shape[1], num_columns, slab.shape[3]))
-    grown[: slab.shape[0], :, : slab.shape[2]] = slab
-    return grown
+def _resized(slab: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    resized = slab.new_zeros((num_rows, slab.shape[1], num_columns, slab.shape[3]))
+    rows, columns = min(num_rows, slab.shape[0]), min(num_columns, slab.shape[2])
+    resized[:rows, :, :columns] = slab[:rows, :, :columns]
+    return resized

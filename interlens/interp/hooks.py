@@ -36,11 +36,14 @@ def attached(model: nn.Module, taps: Mapping[tuple[int, str], Tap]) -> Iterator[
             attachments.add(place, taps[key], functools.partial(fired.add, key))
         yield
         attachments.finished = True
-    if missing := [f"{site} at layer {layer}" for layer, site in taps if (layer, site) not in fired]:
-        raise HookDidNotFire(
-            f"never reached in this block: {', '.join(missing)}. Was there a forward of this very model? "
-            "Hooks added after torch.compile never fire: attach to the uncompiled model"
+    if missing := tuple(key for key in taps if key not in fired):
+        error = HookDidNotFire(
+            f"never reached in this block: {', '.join(f'{site} at layer {layer}' for layer, site in missing)}. "
+            "Was there a forward of this very model? Hooks added after torch.compile never fire: attach to the "
+            "uncompiled model"
         )
+        error.missing = missing
+        raise error
 
 
 def registered(model: nn.Module) -> bool:

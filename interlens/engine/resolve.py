@@ -1,0 +1,116 @@
+"""From a request to a row: everything impossible is refused here, before any forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..interp.activation_cache import CaptureSpec
+from ..interp.intervention import Intervention
+from ..interp.select import Select, TokenSequence
+from ..interp.sites import layers_with, require_site, resolve_layers, site_width
+from .forward import Forward
+from .request import Sampling
+from .rows import Edit, Row, Take, Ticket
+from .sampling import NoiseKey
+
+
+def resolve(forward: Forward, ticket: Ticket) -> Row:
+    """The row of a request. ValueError or UnknownSite saying what was given, what was possible, what to do."""
+    request = ticket.request
+    _check_sampling(request.sampling)
+    if not request.tokens:
+        raise ValueError("the request has no tokens; a prompt needs at least one")
+    sequence = TokenSequence(list(request.tokens), request.layout)
+    forced = request.forced
+    for token in forced or ():
+        sequence.append(token)
+    outside = [token for token in sequence.ids if not 0 <= token < forward.vocab_size]
+    if outside:
+        raise ValueError(f"token ids {outside[:5]} are outside the vocabulary of {forward.vocab_size}")
+    limit = forward.context_limit
+    if len(sequence) > limit:
+        raise ValueError(f"{len(sequence)} tokens do not fit the model's {limit} positions; shorten the context")
+    forward.check_adapter(request.adapter)
+    edits = [_edit(forward.model, sequence, spec) for spec in request.interventions]
+    intervened = any(edit is not None for edit in edits)
+    takes = tuple(_take(forward.model, sequence, spec, order, intervened) for order, spec in enumerate(request.capture))
+    row = Row(
+        ticket=ticket,
+        sequence=sequence,
+        edits=tuple(sorted((e for e in edits if e is not None), key=lambda e: e.intervention.rank)),
+        takes=tuple(take for take in takes if not take.clean),
+        clean_takes=tuple(take for take in takes if take.clean),
+        noise=NoiseKey(request.key),
+        max_new_tokens=0 if forced is not None else min(request.sampling.max_new_tokens, limit - len(sequence)),
+        target=len(sequence),
+    )
+    if forced is not None:
+        row.finish_reason = "stop" if forced and forced[-1] in request.sampling.stop_ids else "length"
+    elif row.max_new_tokens == 0:
+        row.finish_reason = "length"
+    return row
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    if not sampling.temperature >= 0:
+        raise ValueError(f"temperature must be >= 0 (0 is argmax), got {sampling.temperature}")
+    if sampling.top_p is not None and not 0 < sampling.top_p <= 1:
+        raise ValueError(f"top_p must lie in (0, 1], got {sampling.top_p}")
+    if sampling.top_k is not None and sampling.top_k < 1:
+        raise ValueError(f"top_k must be at least 1 (None: no limit), got {sampling.top_k}")
+    if sampling.max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be >= 0, got {sampling.max_new_tokens}")
+
+
+def _edit(model, sequence: TokenSequence, intervention: Intervention) -> Edit | None:
+    """None if the intervention provably changes nothing."""
+    if not isinstance(intervention, Intervention):
+        raise ValueError(f"{type(intervention).__name__} is not an intervention; see interlens.interp.Intervention")
+    site = require_site(model, intervention.site)
+    layers = resolve_layers(model, intervention.layers, site)
+    for layer in layers:
+        intervention.check(len(layers_with(model, "residual")), site_width(model, site, layer))
+    intervention.tokens.check(sequence)
+    if intervention.is_noop():
+        return None
+    steady = intervention.tokens.op in ("all", "generated", "branch") and not intervention.per_position
+    late = intervention.tokens.op == "branch" and (sequence.layout.branch_start or 0) > sequence.num_prompt
+    return Edit(intervention=intervention, site=site, layers=frozenset(layers), steady=steady and not late)
+
+
+def _take(model, sequence: TokenSequence, spec: CaptureSpec, order: int, intervened: bool) -> Take:
+    spec.tokens.check(sequence)
+    sites = [require_site(model, site) for site in spec.sites]
+    lanes = [(layer, site) for site in sites for layer in resolve_layers(model, spec.layers, site)]
+    position = {site: i for i, site in enumerate(sites)}
+    lanes.sort(key=lambda lane: (lane[0], position[lane[1]]))
+    return Take(
+        order=order,
+        lanes=tuple(dict.fromkeys(lanes)),
+        tokens=spec.tokens,
+        pool=spec.pool,
+        offload=spec.offload,
+        clean=spec.source == "clean" and intervened,
+    )
+
+
+def modified(row: Row, interventions: Sequence[Intervention]) -> tuple[int, ...]:
+    """Per intervention, how many positions of the finished sequence carry its edit."""
+    return tuple(0 if spec.is_noop() else int(_mask_sum(spec.tokens, row.sequence)) for spec in interventions)
+
+
+def unreached(row: Row) -> str | None:
+    """What to say if an intervention names positions that the finished sequence does not have."""
+    length = len(row.sequence)
+    for edit in row.edits:
+        beyond = [p for p in edit.intervention.required_positions(row.sequence.num_prompt) if not 0 <= p < length]
+        if beyond:
+            return (
+                f"positions {beyond} of an intervention at {edit.site} were never reached: the sequence ended with "
+                f"{length} tokens ({row.sequence.num_prompt} of them prompt); give positions below its length"
+            )
+    return None
+
+
+def _mask_sum(tokens: Select, sequence: TokenSequence) -> int:
+    return tokens.mask(sequence).sum()
