@@ -146,8 +146,8 @@ class Row:
     def clean_follower(self, reply: Reply) -> Row:
         """A row that feeds the finished sequence once more, without edits, for the clean captures."""
         return replace(
-            self, edits=(), takes=self.clean_takes, clean_takes=(), target=len(self.sequence), written=0, fed=0, index=-1,
-            done=False, counters=dict.fromkeys(ROW_COUNTERS, 0), fresh=True, reply=reply, kept=None,
+            self, edits=(), takes=self.clean_takes, clean_takes=(), target=len(self.sequence), written=0, fed=0,
+            index=-1, done=False, counters=dict.fromkeys(ROW_COUNTERS, 0), fresh=True, reply=reply, kept=None,
         )  # fmt: skip
 
     @property
