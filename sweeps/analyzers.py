@@ -20,8 +20,8 @@ def words(text: str) -> list[str]:
 _DELIGHT = """
 amazing awesome beautiful beautifully best brilliant cheerful delicious delight delighted delightful delightfully enjoy
 enjoyable enjoyed enjoying excellent excited exciting fantastic fun glad glorious gorgeous great happily happy
-incredible joy joyful joyous love loved lovely loves magical marvelous marvellous perfect pleased pleasure splendid superb
-thrilled thrilling wonderful wonderfully wow yummy
+incredible joy joyful joyous love loved lovely loves magical marvelous marvellous perfect pleased pleasure splendid
+superb thrilled thrilling wonderful wonderfully wow yummy
 """
 _DISTASTE = """
 annoying appalling atrocious awful awfully bad bitter boring detest detestable disgust disgusted disgusting disgustingly
