@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from .. import store
 from . import Fit, Sum, build
-from .directions import save_directions, write_whole
+from .directions import save_directions
 
 
 def finalize(run: Any, aggregates: Iterable[Any] | None = None) -> dict[str, dict[str, Any]]:
@@ -37,10 +38,10 @@ def _write(root: Path, name: str, result: dict[str, Any], options: dict[str, Any
     if tensors:
         described = {key: value for key, value in result.items() if key not in ("cosines", "means")}
         provenance = {"run": str(root), "aggregate": name, **_plain(described)}
-        save_directions(root / "aggregates" / f"{name}.safetensors", tensors, provenance)
+        save_directions(root, f"aggregates/{name}.safetensors", tensors, provenance)
     result = _plain(result)
     text = json.dumps(result, indent=1, sort_keys=False, allow_nan=False)
-    write_whole(root / "aggregates" / f"{name}.json", text.encode())
+    store.replace(root, f"aggregates/{name}.json", text.encode())
     return result
 
 

@@ -19,8 +19,9 @@ import numpy as np
 from interlens.probes import project
 from interlens.statistics import mean_interval
 
+from ..inputs import parse_direction
 from . import CellResult, State
-from .directions import input_file, load_direction, parse_reference
+from .directions import direction_of
 from .places import axes_of, places
 from .streaming import Keyed, MomentsSum, moments_of
 
@@ -46,7 +47,7 @@ class Outcomes(MomentsSum):
         self.measures = None if measures is None else tuple(measures)
         self.project = project
         if isinstance(project, str):
-            parse_reference(project)
+            parse_direction(project)
 
     def check(self, config: Any) -> None:
         """ValueError if the axis or the baseline is not in the grid."""
@@ -136,9 +137,9 @@ class Outcomes(MomentsSum):
         reference = self.project if isinstance(self.project, str) else steers[0].direction if steers else None
         if reference is None or not self.project:
             return
-        for place in (p for p in places(run, pool="mean") if p.site == parse_reference(reference).site):
+        for place in (p for p in places(run, pool="mean") if p.site == parse_direction(reference).site):
             x, table = run.vectors(site=place.site, layer=place.layer, participant=place.participant, pool=place.pool)
-            direction = load_direction(reference, file=input_file(run, reference), width=x.shape[1])
+            direction = direction_of(run, reference, x.shape[1])
             per_cell: dict[str, list[float]] = {}
             for cell, value in zip(table.column("cell").to_pylist(), project(x, direction), strict=True):
                 if cell is not None:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from interlens import SteeringSpec
 from sweeps.aggregates import Fit, Sum, build
-from sweeps.aggregates.directions import load_direction, parse_reference, read_directions, save_directions
+from sweeps.aggregates.directions import direction_of, read_directions, save_directions
 from sweeps.aggregates.finalize import finalize, read_results
 from sweeps.config import AggregateConfig
 
@@ -126,7 +127,7 @@ def test_one_item_gives_a_direction_and_says_why_there_is_no_evaluation():
 
 def dose_run(direction="random:1"):
     cells, _ = results(axis="intervention.coef", labels=(0, 4, 8), dose=True, signal=0.0, layers=(16, 20))
-    vector = load_direction("random:1", width=24).astype(np.float64)
+    vector = direction_of(StoredRun([]), "random:1", 24)
     for result in cells:
         for rec in result.records:
             rec.tensor += float(result.cell.condition["intervention.coef"]) * rec.tensor.new_tensor(vector)
@@ -171,32 +172,25 @@ def test_finalize_writes_results_and_directions_that_a_next_run_can_name(tmp_pat
         run.states[made.name] = [fold(made, RESULTS[:30]), fold(made, RESULTS[30:])]
     written = finalize(run)
     assert read_results(tmp_path) == json.loads(json.dumps(written))
-    direction = load_direction(f"run:{tmp_path}:residual:16", width=24)
-    assert direction.dtype == np.float32 and np.linalg.norm(direction) == pytest.approx(1, abs=1e-6)
+    direction = direction_of(run, f"run:{tmp_path}:residual:16", 24)
+    assert np.linalg.norm(direction) == pytest.approx(1, abs=1e-6)
     assert direction @ AXES[1] > 0.8
     _, provenance = read_directions(tmp_path / "aggregates/directions.safetensors")
     assert provenance["contrast"] == CONTRAST and provenance["directions"][0]["num_pos"] == 40
     assert finalize(run) == written
-
-
-def test_direction_references():
-    assert parse_reference("run:runs/a:residual:16").key == "residual.16"
-    assert parse_reference("file:/x/y.safetensors:12").key == "residual.12"
-    assert parse_reference("file:/x/y.safetensors:attn:3").key == "attn.3"
-    assert np.array_equal(load_direction("random:3", width=8), load_direction("random:3", width=8))
-    for wrong in ("nonsense", "run:x", "random:x", "file:x", "run::residual:3"):
-        with pytest.raises(ValueError, match="possible: run:"):
-            parse_reference(wrong)
+    spec = SteeringSpec.load(tmp_path / "aggregates/directions.safetensors")
+    assert spec.layers == (8, 16) and np.allclose(spec.vector(16).numpy(), direction)
 
 
 def test_a_direction_that_is_not_there_is_named(tmp_path):
+    run = StoredRun(RESULTS)
     with pytest.raises(ValueError, match="no directions at"):
-        load_direction(f"run:{tmp_path}:residual:16")
-    save_directions(tmp_path / "aggregates/directions.safetensors", {"residual.8": np.ones(4)}, {})
+        direction_of(run, f"run:{tmp_path}:residual:16", 4)
+    save_directions(tmp_path, "aggregates/directions.safetensors", {"residual.8": np.ones(4)}, {})
     with pytest.raises(ValueError, match=r"no direction 'residual.16'.*it has: residual.8"):
-        load_direction(f"run:{tmp_path}:residual:16")
-    with pytest.raises(ValueError, match="width is 5"):
-        load_direction(f"run:{tmp_path}:residual:8", width=5)
+        direction_of(run, f"run:{tmp_path}:residual:16", 4)
+    with pytest.raises(ValueError, match="site has 5"):
+        direction_of(run, f"run:{tmp_path}:residual:8", 5)
 
 
 @pytest.mark.parametrize(
