@@ -217,7 +217,9 @@ class Ledger:
     def stuck(self) -> bool:
         """Units are open, none runs and none can: they wait for each other."""
         running = any(u for units in self._running.values() for u in units)
-        return not self.complete and not running and not any(u.state in ("ready", "condemned") for u in self._open_units())
+        return (
+            not self.complete and not running and not any(u.state in ("ready", "condemned") for u in self._open_units())
+        )
 
     def has_ready(self, cast: str = "") -> bool:
         """True if a unit of this cast is queued."""

@@ -55,6 +55,8 @@ class Unit:
     """Item id -> row, for the items it touches."""
     cast: str = ""
     """Equal for units that the same set of loaded models can run."""
+    part: int = 0
+    """The part of the plan it entered with: its conditions are those of `config-<part>.yaml`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values (JSON-able), for actors and for children in commits."""
@@ -65,6 +67,7 @@ class Unit:
             "owns": list(self.owns),
             "items": {key: dict(row) for key, row in self.items.items()},
             "cast": self.cast,
+            "part": self.part,
         }
 
     @classmethod
@@ -76,7 +79,7 @@ class Unit:
         )
         trunks = tuple(Trunk(id=i, item=item, seed=s, condition=c) for i, item, s, c in data["trunks"])
         return cls(id=data["id"], cells=cells, trunks=trunks, owns=tuple(data["owns"]), items=data["items"],
-                   cast=data["cast"])  # fmt: skip
+                   cast=data["cast"], part=data["part"])  # fmt: skip
 
 
 def expand(config: SweepConfig) -> Iterator[Unit]:
@@ -172,13 +175,3 @@ def applied(config: SweepConfig, condition: Mapping[str, Any]) -> SweepConfig:
     from .checks import applied_and_normalized
 
     return applied_and_normalized(config, dict(condition))
-
-
-def write_plan(config: SweepConfig, root: str) -> int:
-    """Write `plan/part-0.parquet` (one row per cell) and return the number of cells."""
-    raise NotImplementedError
-
-
-def read_units(config: SweepConfig, root: str) -> Iterator[Unit]:
-    """The units of a run folder's plan, streamed in plan order (part after part)."""
-    raise NotImplementedError

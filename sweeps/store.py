@@ -71,6 +71,21 @@ def read_json(root: str | Path, name: str) -> Any:
     return json.loads((Path(root) / name).read_bytes())
 
 
+def read_yaml(root: str | Path, name: str) -> Any:
+    """The parsed content of `root/name`, plain values only. FileNotFoundError where it is missing."""
+    import yaml
+
+    return yaml.load((Path(root) / name).read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def dump_yaml(value: Any) -> bytes:
+    """YAML bytes of plain values, keys in the order given."""
+    import yaml
+
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return yaml.dump(value, Dumper=dumper, sort_keys=False, allow_unicode=True, width=120).encode()
+
+
 def dump_json(value: Any) -> bytes:
     """JSON bytes, keys in the order given, no NaN."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()

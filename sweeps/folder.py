@@ -1,0 +1,213 @@
+"""A run folder's beginning and its growth: one folder is one run.
+
+`enter` starts a folder, finds it unchanged, extends its plan, or refuses it with the difference. It must be called by
+whoever holds the folder. `run.json` is written last, so that a folder without it holds nothing worth keeping.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from interlens.errors import InterlensError
+
+from . import inputs, planfile, store, tables
+from .config import SweepConfig
+from .plan import Branches, expand, pack, trunks
+
+MATTERS = ("torch", "transformers")
+"""Packages whose change of version can change what a cell says."""
+
+
+class RunRefused(InterlensError):
+    """The folder holds another run, or cannot be continued as asked; nothing was changed. Exit code 5."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entered:
+    """What `enter` found or did."""
+
+    state: str
+    """new | same | extended."""
+    num_cells: int
+    """Of the whole plan."""
+    new_cells: int
+
+
+def enter(config: SweepConfig, root: str | Path) -> Entered:
+    """Start the run folder `root` for this configuration, or continue it.
+
+    Raises RunRefused, naming the difference, where the plan there has cells that this configuration does not, or the
+    folder is no run folder. Streams the plan; writes `run.json` last.
+    """
+    root = Path(root)
+    if (root / "run.json").is_file():
+        return _continue(config, root)
+    _check_empty(root)
+    for leftover in ("plan", "inputs"):
+        shutil.rmtree(root / leftover, ignore_errors=True)
+    (root / "config-0.yaml").unlink(missing_ok=True)
+    inputs.copy_into(config, root)
+    store.write_new(root, "config-0.yaml", store.dump_yaml(config.to_dict()))
+    count = planfile.write(root, 0, config.grid, expand(config))
+    store.write_new(root, "run.json", store.dump_json(_about(config)))
+    return Entered(state="new", num_cells=count, new_cells=count)
+
+
+OURS = {"plan", "inputs", "config-0.yaml", "_tmp", "_lease", "events.jsonl", "progress.json"}
+
+
+def _check_empty(root: Path) -> None:
+    foreign = sorted(p.name for p in root.iterdir() if p.name not in OURS) if root.is_dir() else []
+    if root.exists() and not root.is_dir():
+        raise RunRefused(f"run.dir {str(root)!r} is a file; name a folder")
+    if foreign:
+        raise RunRefused(
+            f"run.dir {str(root)!r} is no run folder and not empty (it holds {', '.join(foreign[:5])}); name another"
+        )
+
+
+def _continue(config: SweepConfig, root: Path) -> Entered:
+    version = store.read_json(root, "run.json").get("schema_version")
+    if version != tables.SCHEMA_VERSION:
+        raise RunRefused(
+            f"{str(root)!r} was written with schema version {version}, this is {tables.SCHEMA_VERSION}; "
+            "continue it with the version that began it, or name another run.dir"
+        )
+    plan = planfile.PlanFile(root)
+    old = plan.table(["cell", "trunk", "unit"])
+    known = np.sort(old["cell"].to_numpy().astype("S20"))
+    wanted = new = 0
+    still = np.zeros(len(known), bool)
+    for entry in trunks(config):
+        for ids in (np.array([c.id for c in cells], "S20") for cells in entry.cells.values()):
+            at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+            hit = known[at] == ids
+            still[at[hit]] = True
+            wanted += len(ids)
+            new += int((~hit).sum())
+    if not still.all():
+        raise RunRefused(_difference(config, root, plan, int((~still).sum()), new))
+    if new:
+        _extend(config, root, plan, known, set(old["trunk"].to_pylist()))
+    return Entered(state="extended" if new else "same", num_cells=len(known) + new, new_cells=new)
+
+
+def _extend(config: SweepConfig, root: Path, plan: planfile.PlanFile, known: np.ndarray, held: set[str]) -> None:
+    part = len(plan.parts)
+    for leftover in (f"config-{part}.yaml", f"inputs/items-{part}.jsonl"):
+        (root / leftover).unlink(missing_ok=True)
+    inputs.copy_into(config, root)
+    store.write_new(root, f"config-{part}.yaml", store.dump_yaml(config.to_dict()))
+    first = sum(1 for _ in plan.infos())
+    planfile.write(root, part, config.grid, pack(config, _only_new(config, known), first, held))
+
+
+def _only_new(config: SweepConfig, known: np.ndarray) -> Iterator[Branches]:
+    for entry in trunks(config):
+        cells = {}
+        for cast, candidates in entry.cells.items():
+            ids = np.array([c.id for c in candidates], "S20")
+            hit = known[np.minimum(np.searchsorted(known, ids), len(known) - 1)] == ids
+            if not hit.all():
+                cells[cast] = [c for c, old in zip(candidates, hit, strict=True) if not old]
+        if cells:
+            yield Branches(trunk=entry.trunk, row=entry.row, cells=cells)
+
+
+def _difference(config: SweepConfig, root: Path, plan: planfile.PlanFile, dropped: int, new: int) -> str:
+    before = store.read_yaml(root, f"config-{len(plan.parts) - 1}.yaml")
+    changes = [
+        f"{path}: {_short(old)} -> {_short(given)}"
+        for path, old, given in differing(before, config.to_dict())
+        if path.split(".")[0] not in ("run", "cluster", "report", "aggregate", "plan", "experiment")
+    ]
+    shown = "; ".join(changes[:8]) + (f"; and {len(changes) - 8} more" if len(changes) > 8 else "")
+    return (
+        f"{str(root)!r} holds another run: {dropped} of its cells are not in this configuration, "
+        f"which has {new} others ({shown or 'the items differ'}); undo the change, or name another run.dir"
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def differing(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted path, value in a, value in b) wherever two plain values differ."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in dict.fromkeys((*a, *b)):
+            yield from differing(a.get(key), b.get(key), f"{path}.{key}" if path else str(key))
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            yield from differing(x, y, f"{path}.{i}" if path else str(i))
+    elif a != b:
+        yield path, a, b
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that matter."""
+    found = {"python": platform.python_version()}
+    for package in (*MATTERS, "interlens-sweeps", "ray", "pyarrow", "safetensors", "hydra-core", "numpy"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def changed_versions(root: str | Path) -> list[str]:
+    """Packages that matter whose version (major.minor) is not the one the run began with, as `name: old -> new`."""
+    then, now = store.read_json(root, "run.json")["versions"], versions()
+    return [f"{p}: {then.get(p)} -> {now[p]}" for p in MATTERS if _minor(then.get(p)) != _minor(now[p])]
+
+
+def _minor(version: str | None) -> list[str]:
+    return str(version).split("+")[0].split(".")[:2]
+
+
+def record_models(root: str | Path, models: Mapping[str, Mapping[str, Any]]) -> None:
+    """Keep what is known of each loaded model (`weights`, `template`, ... hashes) in `run.json`.
+
+    Raises RunRefused where a model of that name was recorded with other hashes: its text could not continue the run's.
+    """
+    about = store.read_json(root, "run.json")
+    known = about["models"]
+    for name, facts in models.items():
+        for path, old, given in differing(known.get(name, dict(facts)), dict(facts)):
+            raise RunRefused(
+                f"model {name!r} is not the one this run began with ({path}: {_short(old)} -> {_short(given)}); "
+                "restore it, or name another run.dir"
+            )
+    if any(name not in known for name in models):
+        about["models"] = {**known, **{name: dict(facts) for name, facts in models.items()}}
+        store.replace(root, "run.json", store.dump_json(about))
+
+
+def _about(config: SweepConfig) -> dict[str, Any]:
+    return {
+        "schema_version": tables.SCHEMA_VERSION,
+        "experiment": config.experiment,
+        "versions": versions(),
+        "git": _git(),
+        "models": {},
+        "site_semantics": "residual at layer i is the output of decoder layer i, before any final norm; layers from 0",
+    }
+
+
+def _git() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None

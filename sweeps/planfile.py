@@ -1,0 +1,217 @@
+"""The plan of a run folder: `plan/part-<k>.parquet`, one row per cell in plan order, one part per extension.
+
+A part's rows stand unit by unit; a row without a cell is a trunk that its unit samples for others. Item rows lie beside
+it in `inputs/items-<k>.jsonl`. Nothing here is ever rewritten.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from . import store, tables
+from .config import AxisConfig, ConfigError
+from .plan import Cell, Trunk, Unit
+
+ROWS = 65_536
+"""Per row group."""
+
+
+def schema(axes: Sequence[AxisConfig]) -> pa.Schema:
+    """The plan's columns, then one per axis: float64, bool or string."""
+    columns = list(tables.PLAN) + [pa.field(axis.path, _axis_type(axis)) for axis in axes]
+    return pa.schema(columns, metadata=tables.PLAN.metadata)
+
+
+def _axis_type(axis: AxisConfig) -> pa.DataType:
+    if all(isinstance(label, bool) for label in axis.labels):
+        return pa.bool_()
+    numbers = all(isinstance(label, (int, float)) and not isinstance(label, bool) for label in axis.labels)
+    return pa.float64() if numbers else pa.string()
+
+
+def write(root: str | Path, part: int, axes: Sequence[AxisConfig], units: Iterable[Unit]) -> int:
+    """Write `plan/part-<part>.parquet` and the items of its units; the number of cells. Streamed."""
+    columns, kinds = schema(axes), {axis.path: _axis_type(axis) for axis in axes}
+    count, written = 0, set()
+    with (
+        store.create(root, f"inputs/items-{part}.jsonl") as rows_out,
+        store.create(root, f"plan/part-{part}.parquet") as out,
+    ):
+        writer = pq.ParquetWriter(out, columns, compression="zstd")
+        buffer: list[tuple] = []
+        for unit in units:
+            for item, row in unit.items.items():
+                if (known := hash(item)) not in written:
+                    written.add(known)
+                    rows_out.write(store.dump_json(row) + b"\n")
+            buffer += _rows(unit, kinds)
+            count += len(unit.cells)
+            while len(buffer) >= ROWS:  # so that row r stands in row group r // ROWS
+                writer.write_table(_table(buffer[:ROWS], columns), row_group_size=ROWS)
+                buffer = buffer[ROWS:]
+        if buffer:
+            writer.write_table(_table(buffer, columns), row_group_size=ROWS)
+        writer.close()
+    return count
+
+
+def _rows(unit: Unit, kinds: Mapping[str, pa.DataType]) -> Iterator[tuple]:
+    owned, with_cells = set(unit.owns), {cell.trunk for cell in unit.cells}
+    fixed = (unit.id, unit.cast)
+    for c in unit.cells:
+        labels = tuple(_stored(c.condition.get(path), kind) for path, kind in kinds.items())
+        yield (c.id, c.item, c.trunk, c.trunk_seed, c.branch_seed, *fixed, c.trunk in owned, *labels)
+    for t in unit.trunks:
+        if t.id not in with_cells:
+            labels = tuple(_stored(t.condition.get(path), kind) for path, kind in kinds.items())
+            yield (None, t.item, t.id, t.seed, None, *fixed, t.id in owned, *labels)
+
+
+def _stored(label: Any, kind: pa.DataType) -> Any:
+    return str(label) if kind == pa.string() and label is not None else label
+
+
+def _table(rows: list[tuple], columns: pa.Schema) -> pa.Table:
+    arrays = [pa.array(values, field.type) for values, field in zip(zip(*rows, strict=True), columns, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitInfo:
+    """A unit of the plan without its cells."""
+
+    id: str
+    num_cells: int
+    cast: str
+    outside: tuple[str, ...]
+    """Trunks it needs that another unit of the plan owns."""
+
+
+class PlanFile:
+    """Reads a run folder's plan, unit by unit, without holding the cells."""
+
+    def __init__(self, root: str | Path):
+        self.root = Path(root)
+        self.parts = sorted((self.root / "plan").glob("part-*.parquet"), key=lambda p: int(p.stem.split("-")[1]))
+        if not self.parts:
+            raise ConfigError(f"{str(root)!r} holds no plan; is it a run folder?")
+
+    def table(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Every row that is a cell, all parts as one table; an axis that a part did not have is null there."""
+        found = []
+        for path in self.parts:
+            names = pq.read_schema(path).names
+            table = pq.read_table(path, columns=None if columns is None else [c for c in columns if c in names])
+            found.append(table.filter(pa.compute.is_valid(table["cell"])) if "cell" in table.column_names else table)
+        return pa.concat_tables(found, promote_options="permissive")
+
+    def infos(self) -> Iterator[UnitInfo]:
+        """The units in plan order."""
+        for part, (names, starts) in enumerate(self._index):
+            rows = self._columns(part)
+            for i, name in enumerate(names):
+                first, last = starts[i], starts[i + 1]
+                outside = rows["trunk"][first:last][~rows["owned"][first:last] & rows["shared"][first:last]]
+                yield UnitInfo(
+                    id=str(name), num_cells=int(rows["is_cell"][first:last].sum()), cast=str(rows["cast"][first]),
+                    outside=tuple(dict.fromkeys(map(str, outside))),
+                )  # fmt: skip
+
+    def units(self) -> Iterator[Unit]:
+        """Every unit whole, in plan order, streamed."""
+        for names, _ in self._index:
+            for name in names:
+                yield self.unit(str(name))
+
+    def unit(self, name: str) -> Unit:
+        """One unit whole. KeyError where the plan has none of that name."""
+        part, first, last = self._where[name]
+        rows = self._slice(part, first, last)
+        axes = [c for c in rows.column_names if c not in tables.PLAN.names]
+        cells, trunks, owns, needed = [], {}, {}, set()
+        on_trunk = [a for a in axes if a.startswith(("trunk.", "scenario.trunk."))]
+        for row in rows.to_pylist():
+            condition = {axis: row[axis] for axis in axes if row[axis] is not None}
+            if row["cell"] is not None:
+                cells.append(Cell(id=row["cell"], item=row["item"], trunk=row["trunk"], condition=condition,
+                                  trunk_seed=row["trunk_seed"], branch_seed=row["branch_seed"], unit=name))  # fmt: skip
+            needed.add(row["item"])
+            shared = {axis: row[axis] for axis in on_trunk if row[axis] is not None}
+            trunks[row["trunk"]] = Trunk(id=row["trunk"], item=row["item"], seed=row["trunk_seed"], condition=shared)
+            if row["owned"]:
+                owns[row["trunk"]] = None
+        has_trunk = bool(owns) or self._has_trunks(part)
+        return Unit(id=name, cells=tuple(cells), trunks=tuple(trunks.values()) if has_trunk else (), owns=tuple(owns),
+                    items={item: self.item(part, item) for item in needed}, cast=rows["cast"][0].as_py(),
+                    part=part)  # fmt: skip
+
+    def item(self, part: int, name: str) -> dict[str, Any]:
+        """The row of an item."""
+        file, offsets = self._items(part)
+        with file.open("rb") as rows:
+            rows.seek(offsets[name])
+            return json.loads(rows.readline())
+
+    @functools.cached_property
+    def _index(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Per part: unit names in order, and where each starts (one more at the end)."""
+        found = []
+        for path in self.parts:
+            units = pq.read_table(path, columns=["unit"])["unit"].combine_chunks().dictionary_encode()
+            if isinstance(units, pa.ChunkedArray):
+                units = units.combine_chunks()
+            codes = units.indices.to_numpy()
+            starts = np.flatnonzero(np.diff(codes, prepend=-1))
+            names = units.dictionary.take(pa.array(codes[starts])).to_numpy(zero_copy_only=False)
+            found.append((names, np.append(starts, len(codes))))
+        return found
+
+    @functools.cached_property
+    def _where(self) -> dict[str, tuple[int, int, int]]:
+        return {
+            str(name): (part, int(starts[i]), int(starts[i + 1]))
+            for part, (names, starts) in enumerate(self._index)
+            for i, name in enumerate(names)
+        }
+
+    def _has_trunks(self, part: int) -> bool:
+        config = store.read_yaml(self.root, f"config-{part}.yaml")
+        return config["scenario"]["trunk"]["turns"] > 0 or any(
+            axis["path"].startswith(("trunk.", "scenario.trunk.")) for axis in config["grid"]
+        )
+
+    def _columns(self, part: int) -> dict[str, np.ndarray]:
+        table = pq.read_table(self.parts[part], columns=["cell", "trunk", "cast", "owned"])
+        shared = np.full(table.num_rows, self._has_trunks(part))
+        return {
+            "trunk": table["trunk"].to_numpy(), "cast": table["cast"].to_numpy(), "shared": shared,
+            "owned": table["owned"].to_numpy(), "is_cell": table["cell"].is_valid().to_numpy(),
+        }  # fmt: skip
+
+    def _slice(self, part: int, first: int, last: int) -> pa.Table:
+        groups = range(first // ROWS, (last - 1) // ROWS + 1)
+        table = pa.concat_tables([_group(self.parts[part], group) for group in groups])
+        return table.slice(first - groups[0] * ROWS, last - first)
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019 (one plan per run)
+    def _items(self, part: int) -> tuple[Path, dict[str, int]]:
+        file, offsets, at = self.root / f"inputs/items-{part}.jsonl", {}, 0
+        with file.open("rb") as rows:
+            for line in rows:
+                offsets[json.loads(line)["id"]] = at
+                at += len(line)
+        return file, offsets
+
+
+@functools.lru_cache(maxsize=4)
+def _group(path: Path, group: int) -> pa.Table:
+    return pq.ParquetFile(path).read_row_group(group)
