@@ -1,4 +1,4 @@
-"""Which KV exists and who may use it: parked columns, prefixes of live rows, and a budget. No model, no tensors of its own.
+"""Which KV exists and who may use it: parked columns, prefixes of live rows, a budget. No model, no tensors of its own.
 
 Two requests share KV up to the first position at which their adapter, token ids or edits differ. A `Prefix` is a
 sequence of (id, edit signature) whose KV stands somewhere: in a parked copy, in a live row, or soon in a row that is
@@ -91,7 +91,7 @@ class Memory:
         return best, shared, promised
 
     def evict(self, columns: int) -> int:
-        """Drop parked prefixes, least recently used first, until at most `columns` are parked. Returns columns freed."""
+        """Drop parked prefixes, least recently used first, until at most `columns` are parked; columns freed."""
         freed = 0
         while self._parked and self.parked_columns > columns:
             prefix = next(iter(self._parked.values()))
