@@ -91,7 +91,9 @@ class Conversation:
     ) -> Message | None:
         raise NotImplementedError
 
-    def run(self, turns: int | None = None, until: Any = None, first: Any = None, prompt: str | None = None) -> Transcript:
+    def run(
+        self, turns: int | None = None, until: Any = None, first: Any = None, prompt: str | None = None
+    ) -> Transcript:
         raise NotImplementedError
 
     def sample(self, speaker, message=None, *, as_author: str | None = None, **options: Any):

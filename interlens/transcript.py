@@ -63,7 +63,9 @@ class Transcript(MutableSequence[Message]):
                 raise ValueError(f"append({message!r}) has an author but no content; give append(author, content)")
             message = Message(message, content, metadata)
         elif content is not None or metadata:
-            raise ValueError("append(message) takes nothing else; to build one give append(author, content, **metadata)")
+            raise ValueError(
+                "append(message) takes nothing else; to build one give append(author, content, **metadata)"
+            )
         self._messages.append(_message(message))
         return message
 
@@ -76,7 +78,9 @@ class Transcript(MutableSequence[Message]):
                 if len(hits) == 1:
                     return hits[0]
                 if hits:
-                    raise ValueError(f"{len(hits)} equal messages {ref.author}: {ref.content!r}; give the index instead")
+                    raise ValueError(
+                        f"{len(hits)} equal messages {ref.author}: {ref.content!r}; give the index instead"
+                    )
             raise ValueError(f"this message is not in the transcript: {ref.author}: {ref.content!r}")
         if not isinstance(ref, int) or isinstance(ref, bool):
             raise TypeError(f"a message is named by its index or by the Message itself, not {ref!r}")
@@ -92,7 +96,9 @@ class Transcript(MutableSequence[Message]):
         """Drop everything after `to`, which stays."""
         del self._messages[self.index_of(to) + 1 :]
 
-    def edit(self, ref: int | Message, content: str | None = None, author: str | None = None, **metadata: Any) -> Message:
+    def edit(
+        self, ref: int | Message, content: str | None = None, author: str | None = None, **metadata: Any
+    ) -> Message:
         """Replace content, author or metadata entries of one message; returns the new one."""
         i = self.index_of(ref)
         old = self._messages[i]
