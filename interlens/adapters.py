@@ -33,8 +33,8 @@ def attach(model: nn.Module, folder: str | os.PathLike) -> str:
     unfit += [key for key in ("use_dora", "modules_to_save", "trainable_token_indices") if config.get(key)]
     if unfit:
         raise CannotLoad(
-            f"adapter {folder!r} has {', '.join(unfit)}; only plain LoRA can be shared by rows of a batch: merge it into "
-            "its base (PEFT's merge_and_unload) and load the merged folder"
+            f"adapter {folder!r} has {', '.join(unfit)}; only plain LoRA can be shared by rows of a batch: "
+            "merge it into its base (PEFT's merge_and_unload) and load the merged folder"
         )
     from peft.tuners.tuners_utils import BaseTunerLayer
 

@@ -129,7 +129,7 @@ def test_the_root_cause_surfaces(folder, tmp_path):
     with pytest.raises(CannotLoad, match=r"cannot load .*tiny' as a model folder: .*[Ii]ncomplete|header"):
         load(folder)
     (folder / "config.json").write_text("{not json")
-    with pytest.raises(CannotLoad, match="config.json"):
+    with pytest.raises(CannotLoad, match=r"config\.json"):
         load(folder)
     empty = tmp_path / "empty"
     empty.mkdir()
