@@ -31,7 +31,6 @@ __all__ = ["EMBEDDED", "Loaded", "cache_dir", "load", "unload", "weights_hash"]
 _SHARDED = ("auto", "balanced", "balanced_low_0", "sequential")
 _QUANTIZED = {"4bit": "load_in_4bit", "8bit": "load_in_8bit"}
 _WHAT = {"embedded": "an embedded model", "gguf": "a GGUF file", "folder": "a model folder", "hub": "a hub id"}
-_kind = sources.kind
 _loaded: dict[tuple, Loaded] = {}
 _lock = threading.RLock()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from interlens import loading
+from interlens import sources
 from interlens.errors import CannotLoad
 
 from .config import ConfigError, ModelConfig, SweepConfig, did_you_mean
@@ -60,14 +60,14 @@ def of(config: SweepConfig, name: str | None) -> Shape | None:
 
 def check_source(source: str, where: str) -> None:
     """ConfigError unless `source` is an embedded name, an existing folder or file, or looks like a hub id."""
-    if source in loading.EMBEDDED or "/" in source.strip("/") or Path(source).expanduser().exists():
+    if source in sources.EMBEDDED or "/" in source.strip("/") or Path(source).expanduser().exists():
         try:
-            loading._kind(source)
+            sources.kind(source)
         except CannotLoad as error:
             raise ConfigError(f"{where}: {error}") from None
         return
     raise ConfigError(
-        f"{where}: no model {source!r}{did_you_mean(source, loading.EMBEDDED)}; "
+        f"{where}: no model {source!r}{did_you_mean(source, sources.EMBEDDED)}; "
         "or a model folder, or a hub id (owner/name)"
     )
 
@@ -75,7 +75,7 @@ def check_source(source: str, where: str) -> None:
 @functools.lru_cache(maxsize=64)
 def _shape(source: str, revision: str | None, dtype: str) -> Shape | None:
     raw = (
-        _gguf_config(source) if source in loading.EMBEDDED or source.endswith(".gguf") else _hf_config(source, revision)
+        _gguf_config(source) if source in sources.EMBEDDED or source.endswith(".gguf") else _hf_config(source, revision)
     )
     if raw is None:
         return None
@@ -116,9 +116,9 @@ def _hf_config(source: str, revision: str | None) -> dict[str, Any] | None:
 
 
 def _gguf_config(source: str) -> dict[str, Any] | None:
-    if source in loading.EMBEDDED:
-        package, file, _ = loading.EMBEDDED[source]
-        for done in sorted((loading.cache_dir() / "models").glob(f"{source}-*/config.json")):
+    if source in sources.EMBEDDED:
+        package, file, _ = sources.EMBEDDED[source]
+        for done in sorted((sources.cache_dir() / "models").glob(f"{source}-*/config.json")):
             return json.loads(done.read_text())
         spec = importlib.util.find_spec(package)
         places = [Path(folder) / file for folder in (spec.submodule_search_locations or ())] if spec else []
