@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import HookDidNotFire, NonFinite
+from ..errors import HookDidNotFire, NonFinite, UnknownSite
 from ..interp import hooks
 from ..interp.sites import layers_with
 from . import taps
@@ -45,7 +45,11 @@ def not_finite(forward: Forward, row: Row) -> NonFinite:
 
         return tap
 
-    functions = {**edits, **{(layer, "residual"): watch(layer) for layer in layers_with(forward.model, "residual")}}
+    try:
+        layers = layers_with(forward.model, "residual")
+    except UnknownSite:
+        layers = ()
+    functions = {**edits, **{(layer, "residual"): watch(layer) for layer in layers}}
     slabs = Slabs()
     slabs.resize(1, len(row.sequence))
     where = f"with {len(row.sequence)} tokens"

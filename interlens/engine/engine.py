@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -69,6 +70,12 @@ class Engine:
         self.memory = Memory()
         self.slabs = Slabs()
         self._forward = Forward(model)
+        if not self._forward.forkable:
+            self.rows, self.chunk, reuse = 1, 1 << 30, False
+            self.reports.append(
+                f"{type(model).__name__} keeps a state that cannot be cut or copied (linear attention, SSM): its rows "
+                "run one at a time and every prompt is computed from its start"
+            )
         self._table = Table(self.slabs, self.memory, budget or self._forward.free_columns(), reuse)
         self._collector = Collector(Mover(self._forward.device))
         self._edit_tables = taps.Tables()
@@ -201,7 +208,7 @@ class Engine:
             )
             functions, lanes = taps.build(rows, batch, self._edit_tables)
             try:
-                with hooks.attached(self.model, functions):
+                with hooks.attached(self.model, functions) if functions else nullcontext():
                     logits = self._forward(batch, self.slabs)
                 break
             except taps.EditFailed as failed:

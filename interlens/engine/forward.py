@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from transformers import DynamicCache
 
-from ..errors import UnsupportedIntervention
 from .slabs import Slabs, Window
 
 
@@ -56,8 +56,10 @@ class Forward:
         self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
         self.vocab_size = int(self.config.vocab_size)
         self.context_limit = int(getattr(self.config, "max_position_embeddings", None) or 1 << 30)
-        self.forkable = True
         self._mask_types = _mask_types(self.config)
+        self.forkable = self._mask_types is not None and not getattr(model, "_is_stateful", False)
+        """False for families whose state cannot be cut or copied: they get one row and a cache of transformers' own."""
+        self._state = None
         causal = model.get_base_model() if hasattr(model, "get_base_model") else model
         parameters = inspect.signature(causal.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
@@ -83,6 +85,8 @@ class Forward:
 
     def __call__(self, batch: Batch, slabs: Slabs) -> Float[Tensor, "row query vocab"]:
         """Logits of the last query of every row (`all_logits`: of every query). No gradients."""
+        if not self.forkable:
+            return self._alone(batch)
         inputs, window = self._inputs(batch)
         if self._keeps_logits and not batch.all_logits:
             inputs["logits_to_keep"] = 1
@@ -92,6 +96,19 @@ class Forward:
                 output = self.model(**inputs, **{self._cache_name: slabs}, use_cache=True, return_dict=True)
         finally:
             slabs.window = None
+        return output.logits if batch.all_logits else output.logits[:, -1:]
+
+    def _alone(self, batch: Batch) -> Tensor:
+        """One row of a family with a state that is only ever continued; it begins anew at position 0."""
+        ids, start, stop = batch.ids[0], batch.starts[0], batch.stops[0]
+        if start == 0:
+            self._state = DynamicCache(config=self.config)
+        inputs = {
+            "input_ids": torch.tensor([ids[start:stop]], device=self.device),
+            "position_ids": torch.arange(start, stop, device=self.device)[None],
+        }
+        with torch.no_grad(), _adapters_in_force(self.model, batch.adapters, inputs):
+            output = self.model(**inputs, **{self._cache_name: self._state}, use_cache=True, return_dict=True)
         return output.logits if batch.all_logits else output.logits[:, -1:]
 
     def _inputs(self, batch: Batch) -> tuple[dict, Window]:
@@ -135,18 +152,18 @@ class Forward:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def _mask_types(config) -> dict[str, int | None]:
-    """Attention kind -> sliding window size (None: full), by what the configuration declares."""
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+def _mask_types(config) -> dict[str, int | None] | None:
+    """Attention kind -> sliding window size (None: full), by what the configuration declares.
+
+    None if some layers are of another kind (linear attention, SSM, chunked attention).
+    """
+    kinds = sorted(set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()))
     sliding = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         sliding = None
     known = {"full_attention": None, "sliding_attention": sliding}
-    unknown = [kind for kind in kinds if kind not in known]
-    if unknown:
-        raise UnsupportedIntervention(
-            f"{type(config).__name__} has layers of kind {', '.join(unknown)}; the engine knows: {', '.join(known)}"
-        )
+    if not set(kinds) <= set(known):
+        return None
     if len(kinds) == 1:
         return {kinds[0]: known[kinds[0]]}
     return {kind: known[kind] for kind in kinds} if kinds else {"full_attention": sliding}
