@@ -1,7 +1,11 @@
-"""Reads a run folder: lazily, memory-mapped, trusting only commits."""
+"""Reads a run folder: lazily, memory-mapped, trusting only commits.
+
+What no commit names does not exist here. A cell that failed and was retried is what its deepest commit says.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -9,79 +13,312 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
 
-from .config import SweepConfig
+from . import rows, store, tables, tensors
+from .config import ConfigError, SweepConfig, did_you_mean
+from .planfile import PlanFile
 from .store import Commit
 
 if TYPE_CHECKING:
-    from interlens.interp.activation_cache import ActivationCache, ActivationRecord
-    from interlens.message import Message
     from torch import Tensor
 
+    from interlens.interp.activation_cache import ActivationCache, ActivationRecord
+    from interlens.message import Message
 
-def open(path: str | Path | Sequence[str | Path]) -> Run:
-    """A run folder, or several read as one. ConfigError where there is none or its schema is unknown."""
-    raise NotImplementedError
+TABLES = {
+    "messages": tables.MESSAGES,
+    "records": tables.RECORDS,
+    "outcomes": tables.OUTCOMES,
+    "failures": tables.FAILURES,
+}
+FILTERS = ("cell", "trunk", "participant", "message_idx", "layer", "site", "model", "pool", "source")
+
+
+def open(path: str | Path) -> Run:
+    """A run folder. ConfigError where there is none or its schema is unknown."""
+    return Run(path)
 
 
 class Run:
-    """One run folder, as far as it is committed."""
+    """One run folder, as far as it is committed when it is first read; `refresh` looks again."""
 
-    root: Path
+    def __init__(self, path: str | Path):
+        self.root = Path(path)
+        if not (self.root / "run.json").is_file():
+            raise ConfigError(f"{str(path)!r} is no run folder: it has no run.json")
+        self.about: dict[str, Any] = store.read_json(self.root, "run.json")
+        version = self.about.get("schema_version")
+        if version not in tables.READABLE:
+            raise ConfigError(
+                f"{str(path)!r} has schema version {version}; this version reads {', '.join(map(str, tables.READABLE))}"
+            )
+
+    def __repr__(self) -> str:
+        counts = self.counts
+        return f"Run({str(self.root)!r}: {', '.join(f'{n} {state}' for state, n in counts.items())} cells)"
+
+    def refresh(self) -> Run:
+        """The same folder, looked at again."""
+        return Run(self.root)
+
+    # ---- what was planned and what became of it
 
     @cached_property
     def config(self) -> SweepConfig:
-        """As the run was last started (config-<k>.yaml)."""
-        raise NotImplementedError
+        """As the run was last started or extended."""
+        parts = sorted(int(p.stem.split("-")[1]) for p in self.root.glob("config-*.yaml"))
+        return SweepConfig.from_dict(store.read_yaml(self.root, f"config-{parts[-1]}.yaml"))
+
+    @cached_property
+    def plan(self) -> PlanFile:
+        return PlanFile(self.root)
+
+    @cached_property
+    def _commits(self) -> list[Commit]:
+        return list(store.list_commits(self.root))
+
+    def commits(self) -> Iterator[Commit]:
+        """Every commit, in order of unit id: a unit before its children."""
+        return iter(self._commits)
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the grid: columns of `cells`."""
+        return tuple(name for name in self.cells.column_names if name not in (*tables.PLAN.names, "state"))
 
     @cached_property
     def cells(self) -> pa.Table:
         """One row per planned cell: plan columns, every axis, and `state`: done | failed | pending. `.to_pandas()`."""
-        raise NotImplementedError
+        table = self.plan.table()
+        done = pa.array([cell for c in self._commits for cell in c.cells], pa.string())
+        failed = pa.array([cell for c in self._commits for cell in c.failed], pa.string())
+        state = pc.if_else(pc.is_in(table["cell"], failed), "failed", "pending")
+        return table.append_column("state", pc.if_else(pc.is_in(table["cell"], done), "done", state))
 
-    def commits(self) -> Iterator[Commit]:
-        """Every commit, in order of unit id."""
-        raise NotImplementedError
+    @property
+    def counts(self) -> dict[str, int]:
+        """Cells by state: done, failed, pending."""
+        found = {row["values"]: row["counts"] for row in pc.value_counts(self.cells["state"]).to_pylist()}
+        return {state: found.get(state, 0) for state in ("done", "failed", "pending")}
+
+    # ---- tables
 
     def files(self, table: str) -> list[str]:
-        """Absolute paths of the committed files of messages | records | activations | stats | outcomes | failures."""
-        raise NotImplementedError
+        """Absolute paths of the committed files of messages, records, activations, stats, outcomes or failures."""
+        return [str(self.root / f["path"]) for c in self._commits for f in c.files if f["table"] == table]
+
+    def dataset(self, name: str, files: Sequence[str] | None = None) -> ds.Dataset:
+        """A committed table as an Arrow dataset with its own schema (records: model and site from the folder names)."""
+        if name not in TABLES:
+            raise KeyError(f"no table {name!r}{did_you_mean(name, TABLES)}")
+        schema, partitioning = TABLES[name], None
+        if name == "records":
+            schema = pa.schema([*schema, *tables.RECORD_PARTITIONS])
+            partitioning = ds.partitioning(tables.RECORD_PARTITIONS, flavor="hive")
+        found = self.files(name) if files is None else list(files)
+        return ds.dataset(found, schema=schema, format="parquet", partitioning=partitioning,
+                          partition_base_dir=str(self.root))  # fmt: skip
 
     def table(self, name: str, columns: Sequence[str] | None = None, filter: Any = None) -> pa.Table:
-        """A committed table (messages, records, outcomes, failures) with its schema; `filter`: a pyarrow expression."""
-        raise NotImplementedError
+        """A committed table (messages, records, outcomes, failures) with its schema; `filter`: a pyarrow expression.
+
+        `failures` has only what still is failed.
+        """
+        table = self.dataset(name).to_table(columns=columns, filter=filter)
+        if name == "failures" and columns is None:
+            done = pa.array([cell for c in self._commits for cell in c.cells], pa.string())
+            held = pa.array(list(self._trunk_holder), pa.string())
+            gone = pc.or_(
+                pc.is_in(table["cell"], done), pc.and_(pc.is_null(table["cell"]), pc.is_in(table["trunk"], held))
+            )
+            table = table.filter(pc.invert(gone))
+        return table
+
+    def outcomes(self) -> pa.Table:
+        """One row per finished cell with outcomes: cell, item, axes, seeds, and every analyzer value as a column."""
+        table = self.table("outcomes")
+        found = [
+            dict(n or ()) | dict(t or ())
+            for n, t in zip(*(table[c].to_pylist() for c in ("numbers", "texts")), strict=True)
+        ]
+        names = list(dict.fromkeys(name for row in found for name in row))
+        joined = self._joined(table.select(["cell", "trunk"]))
+        for name in names:
+            taken = name if name not in joined.column_names else f"outcome.{name}"
+            joined = joined.append_column(taken, pa.array([row.get(name) for row in found]))
+        return joined
+
+    def _joined(self, table: pa.Table) -> pa.Table:
+        """`table` with item, seeds and axes of its cells (of a trunk's own rows: item and trunk seed)."""
+        by_cell = self.cells.take(pc.index_in(table["cell"], self.cells["cell"].combine_chunks()))
+        first = pc.index_in(table["trunk"], self.cells["trunk"].combine_chunks())
+        by_trunk = self.cells.take(first)
+        for name in ("item", "trunk_seed"):
+            table = table.append_column(name, pc.coalesce(by_cell[name], by_trunk[name]))
+        for name in ("branch_seed", *self.axes):
+            table = table.append_column(name, by_cell[name])
+        return table
+
+    # ---- conversations
 
     def messages(self, cell: str) -> list[Message]:
-        """The whole conversation of a cell, its trunk's messages first, with `fed` restored."""
-        raise NotImplementedError
+        """The whole conversation of a cell, its trunk's messages first, with `fed` restored. KeyError: not finished."""
+        commit = self._cell_commit(cell)
+        own = self._message_rows(commit, pc.field("cell") == cell)
+        trunk = own[0]["trunk"] if own else self._trunk_of(cell)
+        before = self.trunk(trunk) if trunk in self._trunk_holder else []
+        return [*before, *map(rows.message, own)]
 
     def trunk(self, trunk: str) -> list[Message]:
         """The committed messages of a trunk, verbatim. KeyError where no commit holds it."""
-        raise NotImplementedError
+        if trunk not in self._trunk_holder:
+            raise KeyError(f"no commit holds trunk {trunk!r}")
+        return self._trunk_messages(self._trunk_holder[trunk], trunk)
 
-    def outcomes(self) -> pa.Table:
-        """One row per finished cell: cell, item, every axis, seeds, and every analyzer value as a column."""
-        raise NotImplementedError
+    def _trunk_messages(self, commit: Commit, trunk: str) -> list[Message]:
+        found = self._message_rows(commit, (pc.field("trunk") == trunk) & pc.field("cell").is_null())
+        return [rows.message(row) for row in found]
 
-    def query(self, *, cell=None, trunk=None, participant=None, message_idx=None, layer=None, site=None, model=None,
-              pool: Any = ..., where: Any = None) -> list[ActivationRecord]:  # fmt: skip
-        """Records that match, in stored order, their tensors memory-mapped slices. pool: ... any, None unpooled."""
-        raise NotImplementedError
+    def _message_rows(self, commit: Commit, filter: Any) -> list[dict[str, Any]]:
+        files = [str(self.root / f["path"]) for f in commit.files if f["table"] == "messages"]
+        found = self.dataset("messages", files).to_table(filter=filter).to_pylist() if files else []
+        return sorted(found, key=lambda row: row["message_idx"])
+
+    @cached_property
+    def _trunk_holder(self) -> dict[str, Commit]:
+        found: dict[str, Commit] = {}
+        for c in self._commits:
+            for trunk in c.trunks:
+                found.setdefault(trunk, c)
+        return found
+
+    @cached_property
+    def _cell_units(self) -> dict[str, list[Commit]]:
+        """Unit of the plan -> its commits, the deepest last."""
+        found: dict[str, list[Commit]] = {}
+        for c in self._commits:
+            found.setdefault(c.unit.split(".")[0], []).append(c)
+        return found
+
+    def _plan_row(self, cell: str) -> dict[str, Any]:
+        at = pc.index(self.cells["cell"], cell).as_py()
+        if at < 0:
+            raise KeyError(f"no cell {cell!r} in {str(self.root)!r}; `cells` lists them")
+        return self.cells.slice(at, 1).to_pylist()[0]
+
+    def _trunk_of(self, cell: str) -> str:
+        return self._plan_row(cell)["trunk"]
+
+    def _cell_commit(self, cell: str) -> Commit:
+        row = self._plan_row(cell)
+        for commit in reversed(self._cell_units.get(row["unit"], [])):
+            if cell in commit.cells:
+                return commit
+        raise KeyError(f"cell {cell!r} is {row['state']}; only finished cells have messages")
+
+    # ---- activations
+
+    def query(self, *, where: Any = None, **filters: Any) -> list[ActivationRecord]:
+        """Records that match, in stored order, their tensors memory-mapped.
+
+        Filters: cell, trunk, participant, message_idx, layer, site, model, pool, source; a value, a list of values, or
+        None where None is a value (cell: the trunk's own; pool: unpooled). `where`: a pyarrow expression besides.
+        """
+        return [self._record(row) for row in self._index(where, filters).to_pylist()]
 
     def at(self, **filters: Any) -> Tensor:
         """The tensor of exactly one record, else KeyError saying how many and what distinguishes them."""
-        raise NotImplementedError
+        table = self._index(filters.pop("where", None), filters)
+        if table.num_rows == 1:
+            return self._record(table.to_pylist()[0]).tensor
+        differ = [
+            f"{name}: {', '.join(map(str, values[:6]))}"
+            for name in FILTERS
+            if name in table.column_names and len(values := pc.unique(table[name]).to_pylist()) > 1
+        ]
+        given = ", ".join(f"{k}={v!r}" for k, v in filters.items()) or "no filter"
+        hint = f"; they differ in {'; '.join(differ)}" if differ else ""
+        raise KeyError(f"{table.num_rows} records for {given}{hint}")
 
     def cache(self, cell: str) -> ActivationCache:
         """An ActivationCache of a cell's records, its trunk's included."""
-        raise NotImplementedError
+        from interlens.interp.activation_cache import ActivationCache
+
+        trunk = self._plan_row(cell)["trunk"]
+        cache = ActivationCache()
+        cache.add_batch([*self.query(trunk=trunk, cell=None), *self.query(cell=cell)])
+        return cache
 
     def vectors(self, *, site: str = "residual", layer: int | None = None, participant: str | None = None,
-                pool: str | None = "mean", where: Any = None) -> tuple[np.ndarray, pa.Table]:  # fmt: skip
-        """Pooled records as one array [N, D] float32 and the table of their N rows: the index columns, joined with the
-        cell's item, axes and seeds. Trunk records have cell null."""
-        raise NotImplementedError
+                pool: str = "mean", where: Any = None) -> tuple[np.ndarray, pa.Table]:  # fmt: skip
+        """Pooled records as one array [N, D] float32, and the table of their N rows.
+
+        The table has the index columns and the cell's item, axes and seeds; a trunk's own records have cell null.
+        `where`: a pyarrow expression over the index columns.
+        """
+        filters: dict[str, Any] = {"site": site, "pool": pool}
+        filters |= {k: v for k, v in (("layer", layer), ("participant", participant)) if v is not None}
+        table = self._index(where, filters)
+        found = self._gather(table)
+        return found, self._joined(table)
+
+    def _gather(self, table: pa.Table) -> np.ndarray:
+        """The first row of every record of an index table, as float32 [N, D]. One copy, file by file."""
+        if not table.num_rows:
+            return np.zeros((0, 0), np.float32)
+        place = pc.binary_join_element_wise(table["file"], table["key"], "|").combine_chunks().dictionary_encode()
+        codes, starts = place.indices.to_numpy(), table["row_start"].to_numpy()
+        out: np.ndarray | None = None
+        for code, name in enumerate(place.dictionary.to_pylist()):
+            file, _, key = name.rpartition("|")
+            mapped = self._mapped(file)
+            matrix = mapped.rows(key, 0, mapped.entries[key].shape[0])
+            at = np.flatnonzero(codes == code)
+            taken = matrix[starts[at]].float().numpy()
+            if out is None:
+                out = np.empty((table.num_rows, taken.shape[1]), np.float32)
+            if taken.shape[1] != out.shape[1]:
+                raise ValueError(
+                    f"these records have widths {out.shape[1]} and {taken.shape[1]}; filter by model or site"
+                )
+            out[at] = taken
+        assert out is not None
+        return out
+
+    def _index(self, where: Any, filters: Mapping[str, Any]) -> pa.Table:
+        expression = where
+        for name, value in filters.items():
+            if name not in FILTERS:
+                raise KeyError(f"no filter {name!r}{did_you_mean(name, FILTERS)}")
+            field = pc.field(name)
+            many = isinstance(value, (list, tuple, set))
+            part = field.is_null() if value is None else field.isin(list(value)) if many else field == value
+            expression = part if expression is None else expression & part
+        return self.dataset("records").to_table(filter=expression)
+
+    def _record(self, row: Mapping[str, Any]) -> ActivationRecord:
+        return rows.record(row, self._mapped(row["file"]).rows(row["key"], row["row_start"], row["row_end"]))
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019 (maps live as long as somebody uses their tensors)
+    def _mapped(self, file: str) -> tensors.MappedFile:
+        return tensors.MappedFile(self.root / file)
+
+    # ---- sums
 
     def sums(self, name: str) -> Iterator[Mapping[str, np.ndarray]]:
-        """The committed states of a sum, one per unit, in order of unit id."""
-        raise NotImplementedError
+        """The committed states of a sum, one per unit that has it, in order of unit id."""
+        for path in self.files("stats"):
+            mapped = tensors.MappedFile(path)
+            keys = [key for key in mapped.entries if key.startswith(f"{name}/")]
+            if keys:
+                yield {key[len(name) + 1 :]: mapped.rows(key, 0, mapped.entries[key].shape[0]).numpy() for key in keys}
+
+
+def read_trunk(root: str | Path, trunk: str, unit: str) -> list[Message]:
+    """The messages of a trunk from the shard of the unit whose commit holds it, and nothing else read."""
+    commit = store.read_commit(root, unit)
+    if commit is None or trunk not in commit.trunks:
+        raise KeyError(f"the commit of {unit!r} does not hold trunk {trunk!r}")
+    return Run(root)._trunk_messages(commit, trunk)

@@ -57,6 +57,11 @@ def replace(root: str | Path, name: str, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def delete(root: str | Path, name: str) -> None:
+    """Remove a file that no commit names; missing is fine."""
+    (Path(root) / name).unlink(missing_ok=True)
+
+
 def fsync_folder(folder: str | Path) -> None:
     """Make the names in a folder durable."""
     handle = os.open(folder, os.O_RDONLY)
@@ -123,11 +128,20 @@ def read_commit(root: str | Path, unit: str) -> Commit | None:
 
 
 def list_commits(root: str | Path) -> Iterator[Commit]:
-    """Every commit of the folder, in order of unit id."""
+    """Every commit of the folder, in order of unit id: a unit before its children."""
     folder = Path(root) / "_commits"
-    for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
-        if name.endswith(".json"):
-            yield _parse(read_json(folder, name))
+    names = (
+        [name.removesuffix(".json") for name in os.listdir(folder) if name.endswith(".json")] if folder.is_dir() else []
+    )
+    for name in sorted(names, key=unit_order):
+        yield _parse(read_json(folder, f"{name}.json"))
+
+
+def unit_order(unit: str) -> tuple:
+    """Sorts unit ids: a unit, then its children `.0`, `.1`, then its retry `.r`."""
+    return tuple(
+        (1, int(step)) if step.isdigit() else (0 if i == 0 else 2, step) for i, step in enumerate(unit.split("."))
+    )
 
 
 def write_commit(root: str | Path, commit: Commit) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pyarrow as pa
 
 SCHEMA_VERSION = 1
+READABLE = (1,)
+"""Schema versions that readers accept: this and the previous one."""
 
 _WHO = [("unit", pa.string()), ("attempt", pa.string()), ("trunk", pa.string()), ("cell", pa.string())]
 PHASE_SPANS = pa.list_(pa.struct([("phase", pa.string()), ("start", pa.int32()), ("end", pa.int32())]))
