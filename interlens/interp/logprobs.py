@@ -26,8 +26,8 @@ def token_logprobs(scores: Sequence[Tensor] | None, generated_ids) -> dict[str, 
     """`logprobs`, `surprisal` (the negative) and `entropy` of generated tokens, in nats, as lists of floats.
 
     scores: per step the raw logits, [V] or [B, V] (as `generate(output_logits=True)` returns them).
-    generated_ids: [T] or [B, T], ids or tensor; ids beyond the scores are ignored. B > 1 gives lists of lists. No scores
-    give three empty lists. A token whose logit is -inf has logprob -inf; entropy is never NaN.
+    generated_ids: [T] or [B, T], ids or tensor; ids beyond the scores are ignored. B > 1 gives lists of lists. No
+    scores give three empty lists. A token whose logit is -inf has logprob -inf; entropy is never NaN.
     """
     if not scores:
         return {"logprobs": [], "surprisal": [], "entropy": []}

@@ -50,7 +50,7 @@ def group_pool(
     """Pool groups of tokens of `hidden` [S, D]: (pooled [G, D], present [G]).
 
     A group is a sequence of row indices, of half-open spans, an index tensor, or a bool mask [S]; rows count once, in
-    order. A group without rows: `empty="raise"` is a ValueError, "zero" and "nan" fill its row; `present` is then False.
+    order. A group without rows: `empty="raise"` is a ValueError, "zero" and "nan" fill it; `present` is then False.
     """
     if empty not in ("raise", "zero", "nan"):
         raise ValueError(f"empty={empty!r}; possible: 'raise', 'zero', 'nan'")

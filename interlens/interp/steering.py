@@ -80,7 +80,8 @@ class SteeringSpec:
     ) -> SteeringSpec:
         """Steer along the unit vector from the mean of `neg` [M, D] to the mean of `pos` [N, D].
 
-        Both may be {layer: rows} instead. Means are taken in float64. ValueError without rows on both sides, or when the means are equal.
+        Both may be {layer: rows} instead. Means are taken in float64. ValueError without rows on both sides, or when
+        the means are equal.
         """
         if isinstance(pos, Mapping) != isinstance(neg, Mapping):
             raise ValueError("give pos and neg both as tensors, or both as {layer: tensor}")

@@ -23,7 +23,7 @@ class Point:
     path: str
     """Module path inside the layer (or text decoder); "" is the layer itself."""
     end: str = "out"
-    """"in": the module's input. "out": its output. "linear": what the linear map in a router gives, before it selects."""
+    """"in": the module's input. "out": its output. "linear": what a router's linear map gives, before selection."""
     in_place: bool = False
     """The model keeps a second reference to this very tensor (the skip connection): an edit must be written into it."""
     shared: bool = False

@@ -11,10 +11,6 @@ ATTENTION = {
     "v": out("self_attn.v_proj"),
     "head_out": into("self_attn.o_proj"),
 }
-MOE = {
-    "router": tuple(Point(path=f"mlp.{name}", end="linear") for name in ("gate", "router")),
-    "expert_mix": out("mlp.experts"),
-}
 PRE_NORM = {
     **ROOT,
     **STREAM,
@@ -23,7 +19,15 @@ PRE_NORM = {
     "mlp": out("mlp"),
 }
 
-FAMILIES = (
-    Family(model_types=("llama", "mistral", "qwen2", "qwen3", "gemma", "smollm3", "ministral"), points=PRE_NORM),
-    Family(model_types=("mixtral",), points={**PRE_NORM, **MOE}),
-)
+
+def moe(block: str = "mlp") -> dict[str, Point | tuple[Point, ...]]:
+    """Router and routed experts inside the module `block` of a layer; dense layers of the same stack have neither."""
+    routers = tuple(Point(path=f"{block}.{name}", end="linear") for name in ("gate", "router"))
+    return {"router": routers, "expert_mix": out(f"{block}.experts")}
+
+
+MODEL_TYPES = (
+    "llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "smollm3", "olmo", "starcoder2", "seed_oss", "arcee",
+    "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "ernie4_5", "hunyuan_v1_dense", "helium",
+)  # fmt: skip
+FAMILIES = (Family(model_types=MODEL_TYPES, points=PRE_NORM),)
