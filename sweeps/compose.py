@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +35,7 @@ def compose(overrides: list[str]) -> SweepConfig:
     try:
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
             composed = hydra.compose("config", overrides=relaxed(overrides), return_hydra_config=True)
-            return from_composed(composed)
+            return from_composed(composed, composed.hydra)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from None
     finally:
@@ -67,7 +68,7 @@ def explain(error: Exception) -> str:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     text = " ".join(str(error).split())
-    missing = re.search(r"Could not find '(\w+)/([^']+)'", text)
+    missing = re.search(r"Could not find '(\w+)/([^']*)'", text)
     if missing:
         group, given = missing.groups()
         known = [p.stem for p in (conf_dir() / group).glob("*.yaml")]
@@ -76,19 +77,34 @@ def explain(error: Exception) -> str:
     return text if inner in text else f"{text} ({inner})"
 
 
-def from_composed(composed: Any) -> SweepConfig:
-    """Hydra's composition as a checked `SweepConfig`."""
+def from_composed(composed: Any, hydra_config: Any) -> SweepConfig:
+    """Hydra's composition, and what Hydra knows of it, as a checked `SweepConfig`.
+
+    A multirun job gets a folder of its own, named by its content, so that the same job finds it again in any order.
+    """
     from omegaconf import OmegaConf
 
-    experiment = OmegaConf.select(composed, "hydra.runtime.choices.experiment")
     ours = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
     plain: Any = OmegaConf.to_container(ours, resolve=True, throw_on_missing=True)
-    plain.setdefault("experiment", experiment or "sweep")
-    return from_plain(plain)
+    plain.setdefault("experiment", OmegaConf.select(hydra_config, "runtime.choices.experiment") or "sweep")
+    suffix = ""
+    if str(OmegaConf.select(hydra_config, "mode")).endswith("MULTIRUN"):
+        suffix = f"-{job_hash(OmegaConf.to_container(hydra_config.overrides.task))}"
+    return from_plain(plain, suffix)
 
 
-def from_plain(plain: Mapping[str, Any]) -> SweepConfig:
-    """A configuration as users write it (one-or-list sections, grids as maps), as a checked `SweepConfig`."""
+def job_hash(overrides: Any) -> str:
+    """8 hex digits of a job's sorted overrides, without those that change no cell."""
+    aside = ("run.", "cluster.", "report.", "hydra.", "cluster=")
+    kept = sorted(o for o in (str(o).lstrip("+") for o in overrides) if not o.startswith(aside))
+    return hashlib.blake2b("\n".join(kept).encode(), digest_size=4).hexdigest()
+
+
+def from_plain(plain: Mapping[str, Any], suffix: str = "") -> SweepConfig:
+    """A configuration as users write it (one-or-list sections, grids as maps), as a checked `SweepConfig`.
+
+    `suffix` is added to its run folder's name.
+    """
     from .checks import checked
 
     data = dict(plain)
@@ -100,7 +116,7 @@ def from_plain(plain: Mapping[str, Any]) -> SweepConfig:
     grid = data.pop("grid", None) or {}
     data["scenario"] = {k: v for k, v in (data.get("scenario") or {}).items() if not (k == "items" and v is None)}
     run = dict(data.get("run") or {})
-    run["dir"] = run.get("dir") or f"runs/{Path(str(data.get('experiment', 'sweep'))).name}"
+    run["dir"] = (run.get("dir") or f"runs/{Path(str(data.get('experiment', 'sweep'))).name}") + suffix
     data["run"] = run
     return checked(build(SweepConfig, {**data, "grid": axes(grid)}))
 

@@ -65,9 +65,59 @@ def default_unit_cells(config: SweepConfig) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Counts of a plan."""
+    """How large a plan is. Tokens and bytes are expected, not the most there can be."""
 
     items: int
     trunks: int
     cells: int
     units: int
+    tokens: int
+    """Generated, every turn at its budget."""
+    tensor_bytes: int
+    """Activations, likewise."""
+
+
+def size(config: SweepConfig) -> Size:
+    """Count the plan, streamed."""
+    from .plan import expand
+
+    items: set[str] = set()
+    trunks = cells = units = 0
+    for unit in expand(config):
+        items |= unit.items.keys()
+        trunks, cells, units = trunks + len(unit.owns), cells + len(unit.cells), units + 1
+    tokens = {part: sum(budget(config, n, part) for n in speakers(config, part)) for part in ("trunk", "branch")}
+    stored = {part: tensor_bytes(config, part) for part in ("trunk", "branch")}
+    return Size(
+        items=len(items), trunks=trunks, cells=cells, units=units,
+        tokens=trunks * tokens["trunk"] + cells * tokens["branch"],
+        tensor_bytes=trunks * stored["trunk"] + cells * stored["branch"],
+    )  # fmt: skip
+
+
+def describe(config: SweepConfig) -> str:
+    """The plan in a few lines, for people."""
+    found = size(config)
+    axes = [f"  {axis.path}: {', '.join(map(str, axis.labels))}" for axis in config.grid]
+    shared = [
+        f"  {e.kind} on {', '.join(e.participants)} edits the trunk's positions too (tokens: {e.tokens}): "
+        "these rows share no KV with others"
+        for e in config.intervention
+        if config.scenario.trunk.turns and e.tokens.strip() in ("all", "all()", "prompt", "prompt()")
+    ]
+    return "\n".join([
+        f"{config.experiment} -> {config.run.dir}",
+        f"{found.cells} cells in {found.units} units; {found.items} items, {found.trunks} trunks",
+        *axes,
+        f"at most {found.tokens} tokens to generate, {human(found.tensor_bytes)} of activations",
+        *shared,
+    ])  # fmt: skip
+
+
+def human(size: float) -> str:
+    """Bytes in the unit that reads best."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError

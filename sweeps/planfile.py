@@ -183,6 +183,7 @@ class PlanFile:
             for i, name in enumerate(names)
         }
 
+    @functools.lru_cache(maxsize=64)  # noqa: B019 (one plan per run)
     def _has_trunks(self, part: int) -> bool:
         config = store.read_yaml(self.root, f"config-{part}.yaml")
         return config["scenario"]["trunk"]["turns"] > 0 or any(

@@ -171,6 +171,11 @@ class Run:
         before = self.trunk(trunk) if trunk in self._trunk_holder else []
         return [*before, *map(rows.message, own)]
 
+    def num_trunk_messages(self, cell: str) -> int:
+        """How many of a cell's messages are its trunk's."""
+        trunk = self._trunk_of(cell)
+        return len(self.trunk(trunk)) if trunk in self._trunk_holder else 0
+
     def trunk(self, trunk: str) -> list[Message]:
         """The committed messages of a trunk, verbatim. KeyError where no commit holds it."""
         if trunk not in self._trunk_holder:
@@ -202,17 +207,29 @@ class Run:
             found.setdefault(c.unit.split(".")[0], []).append(c)
         return found
 
-    def _plan_row(self, cell: str) -> dict[str, Any]:
+    def plan_row(self, cell: str) -> dict[str, Any]:
+        """The row of `cells` of one cell. KeyError where there is none."""
         at = pc.index(self.cells["cell"], cell).as_py()
         if at < 0:
             raise KeyError(f"no cell {cell!r} in {str(self.root)!r}; `cells` lists them")
         return self.cells.slice(at, 1).to_pylist()[0]
 
+    def find(self, beginning: str) -> str:
+        """The one cell whose id begins so. ConfigError where there is none, or several."""
+        hits = self.cells.filter(pc.starts_with(self.cells["cell"], beginning))["cell"].to_pylist()
+        if len(hits) != 1:
+            some = hits or self.cells["cell"].slice(0, 3).to_pylist()
+            raise ConfigError(
+                f"{len(hits) or 'no'} cells begin with {beginning!r}; "
+                f"{'such as' if hits else 'there are'} {', '.join(some[:3])}, ..."
+            )
+        return hits[0]
+
     def _trunk_of(self, cell: str) -> str:
-        return self._plan_row(cell)["trunk"]
+        return self.plan_row(cell)["trunk"]
 
     def _cell_commit(self, cell: str) -> Commit:
-        row = self._plan_row(cell)
+        row = self.plan_row(cell)
         for commit in reversed(self._cell_units.get(row["unit"], [])):
             if cell in commit.cells:
                 return commit
@@ -246,7 +263,7 @@ class Run:
         """An ActivationCache of a cell's records, its trunk's included."""
         from interlens.interp.activation_cache import ActivationCache
 
-        trunk = self._plan_row(cell)["trunk"]
+        trunk = self.plan_row(cell)["trunk"]
         cache = ActivationCache()
         cache.add_batch([*self.query(trunk=trunk, cell=None), *self.query(cell=cell)])
         return cache

@@ -1,0 +1,213 @@
+"""`sweeps plan | run | status | report | show | ...`: one command line over a configuration or a run folder.
+
+Exit codes: 0 complete; 1 error; 3 complete with failed cells; 4 stopped, the same command continues; 5 refused (another
+driver, another configuration, no space), nothing was changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from interlens.errors import InterlensError
+
+COMPLETE, ERROR, FAILED_CELLS, STOPPED, REFUSED = 0, 1, 3, 4, 5
+_WORST_FIRST = (ERROR, REFUSED, FAILED_CELLS, COMPLETE)
+
+USAGE = """sweeps <command> ...
+
+  plan   [key=value ...]   how large a sweep would be: cells, units, tokens, bytes; loads no model
+  run    [key=value ...]   run it, or continue it; --help shows the configuration, -m runs several
+  status DIR               what a run folder holds and how far it is
+  report DIR               write the page of a run, DIR/report/index.html
+  show   DIR CELL          print one conversation (any beginning of a cell's id)
+  verify DIR [--deep]      check every file and row of a run against its commits
+  gc     DIR [--dry-run]   delete what no commit names
+
+Choose an experiment with experiment=NAME; change anything with key=value.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. One line on stderr says what is wrong; no traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return COMPLETE if arguments else ERROR
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS:
+        print(f"sweeps: no command {name!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
+        return ERROR
+    return _guarded(lambda: COMMANDS[name](rest))
+
+
+def _guarded(action: Callable[[], int]) -> int:
+    """Expected errors as one line and an exit code."""
+    from .folder import RunRefused
+
+    try:
+        return action()
+    except _Done:
+        return COMPLETE
+    except RunRefused as error:
+        print(f"sweeps: refused: {error}", file=sys.stderr)
+        return REFUSED
+    except InterlensError as error:
+        print(f"sweeps: {error}", file=sys.stderr)
+        return ERROR
+    except KeyboardInterrupt:
+        return STOPPED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return COMPLETE
+
+
+# ---- commands over a configuration
+
+
+def _plan(arguments: list[str]) -> int:
+    from . import estimate
+    from .config import load
+
+    config = load(arguments)
+    print(estimate.describe(config))
+    return COMPLETE
+
+
+def _run(arguments: list[str]) -> int:
+    """A Hydra application: its flags work, and nothing of it is left on the disk."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from .compose import conf_dir, explain, relaxed
+    from .config import ConfigError
+
+    codes: list[int] = []
+
+    def task(composed: Any) -> None:
+        if STOPPED not in codes:
+            codes.append(_guarded(lambda: run_composed(composed)))
+
+    multirun = any(a in ("-m", "--multirun") for a in arguments)
+    given = [a if a.startswith("-") else relaxed([a])[0] for a in arguments]
+    app = hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(task)
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        _program("sweeps run", given + [f"hydra.sweep.dir={scratch}"] * multirun),
+    ):
+        try:
+            app()
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(explain(error)) from None
+        except SystemExit as error:  # --help and the like, or argparse's own complaint
+            return COMPLETE if not error.code else ERROR
+    return STOPPED if STOPPED in codes else next((c for c in _WORST_FIRST if c in codes), COMPLETE)
+
+
+def run_composed(composed: Any) -> int:
+    """Run what Hydra composed; the driver's exit code."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from .compose import from_composed
+
+    config = from_composed(composed, HydraConfig.get())
+    from . import driver
+
+    return driver.run(config, config.run.dir)
+
+
+@contextmanager
+def _program(name: str, arguments: list[str]):
+    """Hydra reads `sys.argv`, and hides tracebacks of composition unless told not to."""
+    argv, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = [name, *arguments], "1"
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        if full is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full
+
+
+# ---- commands over a run folder
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        from .config import ConfigError
+
+        raise ConfigError(f"{message}; {self.format_usage().strip()}")
+
+
+def _parsed(arguments: list[str], name: str, about: str, *wanted: str) -> argparse.Namespace:
+    """The arguments of a command over a run folder; ConfigError, with its usage, for what does not fit."""
+    parser = _Parser(prog=f"sweeps {name}", description=about)
+    for argument in wanted:
+        parser.add_argument(argument, **({"action": "store_true"} if argument.startswith("--") else {}))
+    try:
+        return parser.parse_args(arguments)
+    except SystemExit:  # --help
+        raise _Done from None
+
+
+class _Done(Exception):
+    """A command has said all it had to say."""
+
+
+def _status(arguments: list[str]) -> int:
+    from . import progress
+
+    given = _parsed(arguments, "status", "How far a run is, from its folder alone.", "dir")
+    print("\n".join(progress.status(given.dir)))
+    return COMPLETE
+
+
+def _report(arguments: list[str]) -> int:
+    from .report import write_report
+    from .run import open as open_run
+
+    given = _parsed(arguments, "report", "Write the page of a run.", "dir")
+    print(write_report(open_run(given.dir)))
+    return COMPLETE
+
+
+def _show(arguments: list[str]) -> int:
+    from . import show
+    from .run import open as open_run
+
+    given = _parsed(arguments, "show", "Print one conversation.", "dir", "cell")
+    run = open_run(given.dir)
+    print(show.text(run, run.find(given.cell)))
+    return COMPLETE
+
+
+def _verify(arguments: list[str]) -> int:
+    from .verify import verify
+
+    given = _parsed(arguments, "verify", "Check a run folder against its commits.", "dir", "--deep")
+    found = verify(given.dir, deep=given.deep)
+    print("\n".join(found.lines))
+    return COMPLETE if found.ok else ERROR
+
+
+def _gc(arguments: list[str]) -> int:
+    from .verify import collect
+
+    given = _parsed(arguments, "gc", "Delete files that no commit names.", "dir", "--dry-run")
+    deleted = collect(Path(given.dir), dry_run=given.dry_run)
+    print("\n".join([*deleted, f"{len(deleted)} files {'would be ' * given.dry_run}deleted"]))
+    return COMPLETE
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "plan": _plan, "run": _run, "status": _status, "report": _report, "show": _show, "verify": _verify, "gc": _gc,
+}  # fmt: skip
