@@ -1,0 +1,113 @@
+"""What the results of a run say, in plain sentences with their numbers, from `RUN/aggregates/` and the plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ..aggregates.finalize import read_results
+from .markup import interval, number
+
+
+def sentences(run: Any) -> list[str]:
+    """The closing lines of a run: cells, directions with their controls, responses with paired intervals."""
+    lines = [counts(run)]
+    for result in read_results(Path(run.root)).values():
+        lines += {"difference_of_means": _directions, "outcomes": _outcomes}.get(result.get("kind"), _none)(result)
+    return lines
+
+
+def counts(run: Any) -> str:
+    """How many cells are done, failed and pending, and over how many items."""
+    states = Counter(run.cells.column("state").to_pylist())
+    items = len(run.cells.column("item").unique())
+    total = sum(states.values())
+    line = f"{states['done']} of {total} cells finished, over {plural(items, 'item')}"
+    line += f"; {states['failed']} failed" if states["failed"] else "; none failed"
+    return line + (f"; {states['pending']} are still to run." if states["pending"] else ".")
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{number(count)} {noun}{'' if count == 1 else 's'}"
+
+
+def _none(result: dict[str, Any]) -> list[str]:
+    return []
+
+
+def _directions(result: dict[str, Any]) -> list[str]:
+    entries = [entry for entry in result["directions"] if entry.get("evaluation")]
+    if not entries:
+        whys = {entry.get("why") for entry in result["directions"]} - {None}
+        return [f"No direction of {result['name']} could be evaluated: {'; '.join(sorted(whys)) or 'no records'}."]
+    shown = entries[len(entries) // 2]
+    found = shown["evaluation"]
+    sides = f"{result['positive']} against {result['negative']}"
+    curve = ", ".join(f"{e['layer']}: {number(e['evaluation']['auroc']['value'])}" for e in _same_place(entries, shown))
+    lines = [
+        f"Reading {shown['participant']}'s answers, a difference of means tells {sides} apart on items it has not seen "
+        f"with AUROC by layer {curve} (0.5 is chance; {found['num_pos']} against {found['num_neg']} answers)."
+    ]
+    controls = [f"at layer {shown['layer']} {interval(found['auroc'])} with 95 % intervals over items"]
+    if found.get("shuffled"):
+        s = found["shuffled"]
+        controls.append(f"shuffled labels give {number(s['mean'])} ({number(s['low'])} to {number(s['high'])})")
+    if found.get("random"):
+        r = found["random"]
+        controls.append(f"random directions {number(r['mean'])} ({number(r['low'])} to {number(r['high'])})")
+    lines.append(f"Controls: {'; '.join(controls)}.")
+    lines.append(
+        f"The two means are {number(shown['norm'])} apart at layer {shown['layer']}, where an answer's mean residual has "
+        f"a norm of about {number(shown['norm_pos'])}."
+    )
+    return lines
+
+
+def _same_place(entries: list[dict], shown: dict) -> list[dict]:
+    return [e for e in entries if (e["participant"], e["site"]) == (shown["participant"], shown["site"])]
+
+
+def _outcomes(result: dict[str, Any]) -> list[str]:
+    lines = []
+    for response in _told(result):
+        levels = response["levels"]
+        means = ", ".join(f"{number(level['mean']['value'])} at {number(level['level'])}" for level in levels if level["mean"])
+        changes = []
+        for level in levels:
+            change = level["difference"]
+            if change:
+                sure = "" if _excludes_zero(change) else ", not distinguishable from no change"
+                changes.append(f"{number(level['level'])}: {_signed(change)}{sure}")
+        pairs = max(level["pairs"] for level in levels)
+        where = " (steered there, so it moves by construction)" if response.get("steered_here") else ""
+        lines.append(
+            f"{title(response)}{where}: {means}; change from {number(result['baseline'])} in {plural(pairs, 'pair')}: "
+            f"{'; '.join(changes)}."
+        )
+    return lines
+
+
+def _told(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """At most six responses: those of participants that were steered, if any were, text first."""
+    responses = [r for r in result["responses"] if any(level["mean"] for level in r["levels"])]
+    steered = {r["participant"] for r in responses if r.get("steered_here")}
+    if steered:
+        responses = [r for r in responses if r.get("participant", r["measure"].rpartition(".")[2]) in steered]
+    return responses[:6]
+
+
+def title(response: dict[str, Any]) -> str:
+    """`enthusiasm.bob` as "bob's enthusiasm", `projection.bob.20` as "bob's projection on the direction at layer 20"."""
+    if response["of"] == "projection":
+        return f"{response['participant']}'s projection on the direction at layer {response['layer']}"
+    measure, _, who = response["measure"].partition(".")
+    return f"{who}'s {measure}" if who else measure
+
+
+def _excludes_zero(found: dict[str, float]) -> bool:
+    return found["low"] > 0 or found["high"] < 0
+
+
+def _signed(found: dict[str, float]) -> str:
+    return ("+" if found["value"] > 0 else "") + interval(found)

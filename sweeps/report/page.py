@@ -1,0 +1,172 @@
+"""The page of a run: one HTML file without scripts and without anything to fetch."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from .. import store
+from ..aggregates.finalize import read_results
+from .charts import Point, Series, chart
+from .findings import sentences, title
+from .markup import Markup, interval, join, number, table, tag, text
+from .transcripts import tree
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""Enforced by the browser: no script, image, font or connection, whatever a model has written."""
+
+
+def write(run: Any, path: str | Path | None = None) -> Path:
+    """Write the page of `run`; see `sweeps.report.write_report`."""
+    data = render(run).encode("utf-8")
+    if path is None:
+        store.replace(run.root, "report/index.html", data)
+        return Path(run.root) / "report" / "index.html"
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_bytes(data)
+    return Path(path)
+
+
+def render(run: Any) -> Markup:
+    """The whole page."""
+    name = run.config.experiment
+    results = read_results(run.root)
+    sections = [
+        ("What the results say", tag("ul", *[tag("li", line) for line in sentences(run)])),
+        *[(heading, body) for result in results.values() for heading, body in _result(result)],
+        ("Failures", _failures(run)),
+        ("Conversations", tree(run, run.config.report.transcripts)),
+        ("Settings", _settings(run)),
+    ]
+    kept = [(heading, body) for heading, body in sections if body is not None]
+    links = [tag("a", heading, href=f"#s{i}") for i, (heading, _) in enumerate(kept)]
+    body = [tag("section", tag("h2", heading), part, id=f"s{i}") for i, (heading, part) in enumerate(kept)]
+    style = Markup(files("sweeps.report").joinpath("style.css").read_text())
+    head = tag(
+        "head", tag("meta", charset="utf-8"), tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"), tag("title", f"{name}: report"),
+        tag("style", style),
+    )  # fmt: skip
+    banner = tag("header", tag("h1", name), tag("p", _summary(run), class_="quiet"), tag("nav", *links))
+    return Markup("<!doctype html>\n" + tag("html", head, tag("body", banner, tag("main", *body)), lang="en"))
+
+
+def _summary(run: Any) -> str:
+    states = Counter(run.cells.column("state").to_pylist())
+    shown = ", ".join(f"{number(states[s])} {s}" for s in ("done", "failed", "pending") if states[s])
+    cast = ", ".join(f"{n} ({p.model or p.kind})" for n, p in run.config.scenario.participants.items())
+    return f"{shown or 'no cells'} · {cast} · {run.root}"
+
+
+def _result(result: dict[str, Any]) -> list[tuple[str, Markup]]:
+    kinds = {"difference_of_means": _directions, "outcomes": _outcomes}
+    return kinds[result["kind"]](result) if result.get("kind") in kinds else [_plain(result)]
+
+
+def _plain(result: dict[str, Any]) -> tuple[str, Markup]:
+    shown = json.dumps(result, indent=1, ensure_ascii=False)
+    return result["name"], tag("details", tag("summary", "values"), tag("pre", shown[:20_000]))
+
+
+def _directions(result: dict[str, Any]) -> list[tuple[str, Markup]]:
+    parts: list[Any] = [
+        tag("p", "Positive: ", tag("code", result["positive"]), ", negative: ", tag("code", result["negative"]),
+            f". Test scores come only from groups ({result['split']}) whose rows the direction has not seen."),
+    ]  # fmt: skip
+    entries = result["directions"]
+    for who, site in dict.fromkeys((e["participant"], e["site"]) for e in entries):
+        here = [e for e in entries if (e["participant"], e["site"]) == (who, site)]
+        parts.append(tag("h3", f"{who}, {site}"))
+        parts.append(_auroc_chart(here, f"Held-out AUROC by layer, {who}, {site}"))
+        parts.append(_direction_table(here))
+    if result.get("cosines"):
+        names, values = result["cosines"]["names"], result["cosines"]["values"]
+        rows = [[name, *[number(v, 2) for v in row]] for name, row in zip(names, values, strict=True)]
+        parts.append(tag("details", tag("summary", "cosines between the directions"), table(["", *names], rows)))
+    return [(f"Directions: {result['name']}", join(parts))]
+
+
+def _auroc_chart(entries: list[dict[str, Any]], heading: str) -> Markup:
+    known = [e for e in entries if e.get("evaluation")]
+
+    def control(name: str, style: str) -> Series:
+        points = [(e["layer"], e["evaluation"][name]) for e in known if e["evaluation"].get(name)]
+        drawn = [Point(x=x, y=v["mean"], low=v["low"], high=v["high"]) for x, v in points]
+        label = {"shuffled": "shuffled labels", "random": "random direction"}[name]
+        return Series(name=f"{label} (95 % of draws)", points=drawn, style=style, band=True)
+
+    own = [(e["layer"], e["evaluation"]["auroc"]) for e in known]
+    points = [
+        Point(x=x, y=v["value"], low=v["low"], high=v["high"], label=f"layer {x}: {interval(v)}") for x, v in own
+    ]
+    series = [control("random", "s5"), control("shuffled", "s3")]
+    series.append(Series(name="difference of means (95 % interval over groups)", points=points, style="s0"))
+    return chart(series, x_label="layer", y_label="held-out AUROC", title=heading, reference=0.5)
+
+
+def _direction_table(entries: list[dict[str, Any]]) -> Markup:
+    head = ["layer", "positive", "negative", "neither", "distance", "norm +", "norm −", "AUROC", "accuracy",
+            "recall at 1 % FPR", "shuffled", "random"]  # fmt: skip
+    rows = []
+    for e in entries:
+        found = e.get("evaluation") or {}
+        middle = {name: number((found.get(name) or {}).get("mean")) for name in ("shuffled", "random")}
+        rows.append([
+            e["layer"], number(e["num_pos"]), number(e["num_neg"]), number(e["num_neither"]), number(e["norm"]),
+            number(e.get("norm_pos")), number(e.get("norm_neg")), interval(found.get("auroc")) if found else e.get("why"),
+            number(found.get("accuracy")), number(found.get("recall_at_1_fpr")), middle["shuffled"], middle["random"],
+        ])  # fmt: skip
+    return table(head, rows, numeric=0)
+
+
+def _outcomes(result: dict[str, Any]) -> list[tuple[str, Markup]]:
+    if not result.get("responses"):
+        return []
+    levels, numeric = result["levels"], all(isinstance(v, int | float) for v in result["levels"])
+    charts, rows = [], []
+    for response in result["responses"]:
+        points = []
+        for i, level in enumerate(response["levels"]):
+            if level["mean"]:
+                m = level["mean"]
+                label = f"{number(level['level'])}: {interval(m)}, {level['count']} cells"
+                points.append(Point(x=float(level["level"]) if numeric else i, y=m["value"], low=m["low"], high=m["high"], label=label))
+            rows.append([title(response), number(level["level"]), level["count"], interval(level["mean"]),
+                         interval(level["difference"]), level["pairs"] if level["difference"] else ""])  # fmt: skip
+        note = ": steered at this layer, so it moves by construction" if response.get("steered_here") else ""
+        slope = tag("p", f"slope per unit: {interval(response['slope'])}", class_="quiet") if response["slope"] else None
+        drawn = chart(
+            [Series(name=title(response), points=points, line=numeric)],
+            x_label=result["axis"], y_label=title(response)[:44], title=title(response) + note,
+            x_names=None if numeric else [str(level) for level in levels],
+        )  # fmt: skip
+        charts.append(tag("div", drawn, slope))
+    head = ["measure", result["axis"], "cells", "mean", f"change from {number(result['baseline'])}, paired", "pairs"]
+    explained = tag(
+        "p", "Points are means with 95 % bootstrap intervals over items. Changes compare cells that share item, trunk, "
+        "branch seed and every other axis; they are much sharper than the intervals of the means.",
+    )  # fmt: skip
+    body = join([explained, tag("div", *charts, class_="charts"), tag("details", tag("summary", "numbers"), table(head, rows, 1))])
+    return [(f"Responses along {result['axis']}", body)]
+
+
+def _failures(run: Any) -> Markup | None:
+    rows = run.table("failures", columns=["cell", "trunk", "error", "traceback", "attempts"]).to_pylist()
+    if not rows:
+        return None
+    kinds = Counter(row["error"] for row in rows)
+    parts = []
+    for error, count in kinds.most_common(20):
+        first = next(row for row in rows if row["error"] == error)
+        where = tag("p", "for example ", tag("code", first["cell"] or first["trunk"]), class_="quiet")
+        head = tag("summary", tag("b", number(count)), " × ", error)
+        parts.append(tag("details", head, where, tag("pre", first["traceback"] or "")))
+    return join(parts)
+
+
+def _settings(run: Any) -> Markup:
+    shown = json.dumps(run.config.to_dict(), indent=1, ensure_ascii=False, default=str)
+    return tag("details", tag("summary", "the configuration of this run"), tag("pre", text(shown)))
