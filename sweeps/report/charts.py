@@ -25,7 +25,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A named line. `style`: a CSS class (s0 ... s5, or `control` for a baseline). `band`: draw intervals as an area."""
+    """A named line. `style`: a CSS class, s0 to s5. `band`: intervals are drawn as an area."""
 
     name: str
     points: Sequence[Point]
@@ -133,7 +133,9 @@ def _marks(s: Series, frame: _Frame) -> Markup:
     for p in s.points:
         x = _f(frame.x(p.x))
         if not s.band and p.low is not None and p.high is not None:
-            parts.append(tag("line", x1=x, x2=x, y1=_f(frame.y(p.low)), y2=_f(frame.y(p.high)), class_=f"bar {s.style}"))
+            parts.append(
+                tag("line", x1=x, x2=x, y1=_f(frame.y(p.low)), y2=_f(frame.y(p.high)), class_=f"bar {s.style}")
+            )
         dot = tag("circle", tag("title", p.label) if p.label else None, cx=x, cy=_f(frame.y(p.y)), r=3.5,
                   class_=f"dot {s.style}")  # fmt: skip
         parts.append(dot)

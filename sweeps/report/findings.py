@@ -58,8 +58,8 @@ def _directions(result: dict[str, Any]) -> list[str]:
         controls.append(f"random directions {number(r['mean'])} ({number(r['low'])} to {number(r['high'])})")
     lines.append(f"Controls: {'; '.join(controls)}.")
     lines.append(
-        f"The two means are {number(shown['norm'])} apart at layer {shown['layer']}, where an answer's mean residual has "
-        f"a norm of about {number(shown['norm_pos'])}."
+        f"The two means are {number(shown['norm'])} apart at layer {shown['layer']}, where an answer's mean residual "
+        f"has a norm of about {number(shown['norm_pos'])}."
     )
     return lines
 
@@ -72,7 +72,9 @@ def _outcomes(result: dict[str, Any]) -> list[str]:
     lines = []
     for response in _told(result):
         levels = response["levels"]
-        means = ", ".join(f"{number(level['mean']['value'])} at {number(level['level'])}" for level in levels if level["mean"])
+        means = ", ".join(
+            f"{number(level['mean']['value'])} at {number(level['level'])}" for level in levels if level["mean"]
+        )
         changes = []
         for level in levels:
             change = level["difference"]
@@ -98,7 +100,7 @@ def _told(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def title(response: dict[str, Any]) -> str:
-    """`enthusiasm.bob` as "bob's enthusiasm", `projection.bob.20` as "bob's projection on the direction at layer 20"."""
+    """`enthusiasm.bob` as "bob's enthusiasm"; projections with their layer."""
     if response["of"] == "projection":
         return f"{response['participant']}'s projection on the direction at layer {response['layer']}"
     measure, _, who = response["measure"].partition(".")

@@ -99,9 +99,7 @@ def _auroc_chart(entries: list[dict[str, Any]], heading: str) -> Markup:
         return Series(name=f"{label} (95 % of draws)", points=drawn, style=style, band=True)
 
     own = [(e["layer"], e["evaluation"]["auroc"]) for e in known]
-    points = [
-        Point(x=x, y=v["value"], low=v["low"], high=v["high"], label=f"layer {x}: {interval(v)}") for x, v in own
-    ]
+    points = [Point(x=x, y=v["value"], low=v["low"], high=v["high"], label=f"layer {x}: {interval(v)}") for x, v in own]
     series = [control("random", "s5"), control("shuffled", "s3")]
     series.append(Series(name="difference of means (95 % interval over groups)", points=points, style="s0"))
     return chart(series, x_label="layer", y_label="held-out AUROC", title=heading, reference=0.5)
@@ -114,9 +112,10 @@ def _direction_table(entries: list[dict[str, Any]]) -> Markup:
     for e in entries:
         found = e.get("evaluation") or {}
         middle = {name: number((found.get(name) or {}).get("mean")) for name in ("shuffled", "random")}
+        separation = interval(found.get("auroc")) if found else e.get("why")
         rows.append([
             e["layer"], number(e["num_pos"]), number(e["num_neg"]), number(e["num_neither"]), number(e["norm"]),
-            number(e.get("norm_pos")), number(e.get("norm_neg")), interval(found.get("auroc")) if found else e.get("why"),
+            number(e.get("norm_pos")), number(e.get("norm_neg")), separation,
             number(found.get("accuracy")), number(found.get("recall_at_1_fpr")), middle["shuffled"], middle["random"],
         ])  # fmt: skip
     return table(head, rows, numeric=0)
@@ -133,11 +132,21 @@ def _outcomes(result: dict[str, Any]) -> list[tuple[str, Markup]]:
             if level["mean"]:
                 m = level["mean"]
                 label = f"{number(level['level'])}: {interval(m)}, {level['count']} cells"
-                points.append(Point(x=float(level["level"]) if numeric else i, y=m["value"], low=m["low"], high=m["high"], label=label))
+                points.append(
+                    Point(
+                        x=float(level["level"]) if numeric else i,
+                        y=m["value"],
+                        low=m["low"],
+                        high=m["high"],
+                        label=label,
+                    )
+                )
             rows.append([title(response), number(level["level"]), level["count"], interval(level["mean"]),
                          interval(level["difference"]), level["pairs"] if level["difference"] else ""])  # fmt: skip
         note = ": steered at this layer, so it moves by construction" if response.get("steered_here") else ""
-        slope = tag("p", f"slope per unit: {interval(response['slope'])}", class_="quiet") if response["slope"] else None
+        slope = (
+            tag("p", f"slope per unit: {interval(response['slope'])}", class_="quiet") if response["slope"] else None
+        )
         drawn = chart(
             [Series(name=title(response), points=points, line=numeric)],
             x_label=result["axis"], y_label=title(response)[:44], title=title(response) + note,
@@ -149,7 +158,13 @@ def _outcomes(result: dict[str, Any]) -> list[tuple[str, Markup]]:
         "p", "Points are means with 95 % bootstrap intervals over items. Changes compare cells that share item, trunk, "
         "branch seed and every other axis; they are much sharper than the intervals of the means.",
     )  # fmt: skip
-    body = join([explained, tag("div", *charts, class_="charts"), tag("details", tag("summary", "numbers"), table(head, rows, 1))])
+    body = join(
+        [
+            explained,
+            tag("div", *charts, class_="charts"),
+            tag("details", tag("summary", "numbers"), table(head, rows, 1)),
+        ]
+    )
     return [(f"Responses along {result['axis']}", body)]
 
 

@@ -24,13 +24,16 @@ def tree(run: Any, limit: int) -> Markup:
     people = {name: i % 4 for i, name in enumerate(run.config.scenario.participants)}
     parts = []
     for item, of_item in _grouped(cells, "item"):
-        trunks = [_trunk(t, of_trunk, axes, trunk_messages, cell_messages, people) for t, of_trunk in _grouped(of_item, "trunk")]
+        trunks = [
+            _trunk(t, of_trunk, axes, trunk_messages, cell_messages, people)
+            for t, of_trunk in _grouped(of_item, "trunk")
+        ]
         head = tag("summary", tag("b", item), tag("span", f" {len(of_item)} conversations", class_="quiet"))
         parts.append(tag("details", head, *trunks, class_="item", open="open" if not parts else None))
     note = None
     if done.num_rows > len(cells):
-        note = tag("p", f"The first {number(len(cells))} of {number(done.num_rows)} conversations; the others are in the "
-                        "run folder (sweeps show).", class_="quiet")  # fmt: skip
+        counted = f"The first {number(len(cells))} of {number(done.num_rows)} conversations"
+        note = tag("p", f"{counted}; the others are in the run folder (sweeps show).", class_="quiet")
     return join([note, *parts])
 
 
@@ -73,5 +76,7 @@ def _branch(cell: dict, axes: list[str], rows: list[dict], people) -> Markup:
 
 def _message(row: dict, people: dict[str, int]) -> Markup:
     cut = tag("span", " (cut at the length limit)", class_="quiet") if row["finish_reason"] == "length" else None
-    who = tag("b", row["author"], class_=f"who p{people[row['author']]}" if row["author"] in people else "who moderator")
+    who = tag(
+        "b", row["author"], class_=f"who p{people[row['author']]}" if row["author"] in people else "who moderator"
+    )
     return tag("div", who, tag("p", row["content"], cut, dir="auto"), class_="message")

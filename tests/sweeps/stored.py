@@ -9,8 +9,9 @@ import torch
 
 from interlens.interp.activation_cache import ActivationRecord
 from sweeps.aggregates import CellResult
-from sweeps.config import AxisConfig, InterventionConfig, ScenarioConfig, SweepConfig
+from sweeps.config import AxisConfig, InterventionConfig, ParticipantConfig, ScenarioConfig, SweepConfig
 from sweeps.plan import Cell
+from sweeps.tables import FAILURES, MESSAGES
 
 
 def record(vector, participant="bob", layer=16, message_idx=4, pool="mean", num_pooled=5):
@@ -47,6 +48,10 @@ def results(axis="framing", labels=("warm", "cold"), items=10, trunk_seeds=2, br
     return made, axis_vector
 
 
+PLANNED = ("cell", "item", "trunk", "trunk_seed", "branch_seed", "framing", "state")
+EMPTY_PLAN = pa.table({name: pa.array([], pa.string()) for name in PLANNED})
+
+
 @dataclass
 class StoredRun:
     """What an aggregate reads of a run, answered from finished cells."""
@@ -58,11 +63,14 @@ class StoredRun:
     root: Path = Path("/nowhere")
     states: dict = field(default_factory=dict)
     aggregate: tuple = ()
+    texts: tuple = ("I love it!",)
+    failures: tuple = ()
 
     @property
     def config(self):
         return SweepConfig(
-            scenario=ScenarioConfig(),
+            experiment="stored",
+            scenario=ScenarioConfig(participants={name: ParticipantConfig(model="tiny") for name in ("alice", "bob")}),
             grid=(AxisConfig(path=self.axis, labels=self.labels, values=self.labels),),
             intervention=self.interventions,
             aggregate=self.aggregate,
@@ -75,7 +83,9 @@ class StoredRun:
 
     @property
     def cells(self):
-        return pa.Table.from_pylist([{**self._plan(r), "state": "done"} for r in self.results])
+        failed = {row["cell"] for row in self.failures}
+        rows = [{**self._plan(r), "state": "failed" if r.cell.id in failed else "done"} for r in self.results]
+        return pa.Table.from_pylist(rows) if rows else EMPTY_PLAN
 
     def outcomes(self):
         return pa.Table.from_pylist([{**self._plan(r), **r.outcomes} for r in self.results])
@@ -87,8 +97,29 @@ class StoredRun:
                        "layer": rec.layer, "site": rec.site, "pool": rec.pool, "tensor": rec.tensor}  # fmt: skip
 
     def table(self, name, columns=None, filter=None):
-        assert name == "records"
-        return pa.Table.from_pylist([{key: row[key] for key in columns} for row in self._records()])
+        if name == "records":
+            return pa.Table.from_pylist([{key: row[key] for key in columns} for row in self._records()])
+        schema = {"messages": MESSAGES, "failures": FAILURES}[name]
+        rows = list(self._messages()) if name == "messages" else list(self.failures)
+        table = pa.Table.from_pylist(rows, schema=schema)
+        return (table.filter(filter) if filter is not None else table).select(columns)
+
+    def _messages(self):
+        seen = set()
+        for i, result in enumerate(self.results):
+            cell, text = result.cell, self.texts[i % len(self.texts)]
+            if cell.trunk not in seen:
+                seen.add(cell.trunk)
+                yield {"trunk": cell.trunk, "message_idx": 0, "author": "moderator", "content": f"About {cell.item}."}
+                yield {
+                    "trunk": cell.trunk,
+                    "message_idx": 1,
+                    "author": "alice",
+                    "content": text,
+                    "finish_reason": "length",
+                }
+            yield {"trunk": cell.trunk, "cell": cell.id, "message_idx": 2, "author": "bob", "content": text,
+                   "finish_reason": "stop"}  # fmt: skip
 
     def vectors(self, *, site="residual", layer=None, participant=None, pool="mean", where=None):
         wanted = {"site": site, "layer": layer, "participant": participant, "pool": pool}
