@@ -30,7 +30,7 @@ def _visible(match: re.Match) -> str:
     return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else f"⟨U+{code:04X}⟩"
 
 
-def tag(name: str, *children: Any, **attributes: Any) -> Markup:
+def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
     """An element. `None` children and attributes are left out; `class_` and `font_size` become class and font-size."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{text(value)}"'
@@ -63,10 +63,10 @@ def number(value: Any, digits: int = 3) -> str:
         return "–"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    if float(value).is_integer() and abs(value) < 1e6:
-        return f"{int(value):,}".replace(",", " ").replace("-", "−")
+    if float(value).is_integer() and abs(value) < 1e9:
+        return f"{int(value):,}".replace(",", "\u202f").replace("-", "−")
     written = f"{value:.{digits}g}"
-    if "e" in written and 1e-5 <= abs(value) < 1e7:
+    if "e" in written and 1 <= abs(value) < 1e6:
         written = f"{value:.0f}"
     return written.replace("-", "−")
 
