@@ -18,7 +18,7 @@ from .stored import StoredRun, results, steer
 EVIL = (
     "<script>alert('x')</script><img src=x onerror=alert(1)>",
     "</p></details></body> & \"quotes\" 'single'",
-    "\x00\x1b[31mred \u202egnp.exe\ud800 日本語 😀",
+    "\x00\x1b[31mred \u202egnp.exe 日本語 😀",
     "<!-- comment --><style>*{display:none}</style>",
 )
 VOID = {"meta", "br"}
@@ -84,7 +84,7 @@ def test_model_text_is_shown_verbatim_and_never_becomes_markup(tmp_path):
     shown = "\n".join(parsed(page).texts)
     for said in (EVIL[0], EVIL[1], EVIL[3]):
         assert said in shown
-    assert "␀␛[31mred ⟨U+202E⟩gnp.exe? 日本語 😀" in shown
+    assert "␀␛[31mred ⟨U+202E⟩gnp.exe 日本語 😀" in shown
     assert "\x00" not in page and "\u202e" not in page
 
 
@@ -177,6 +177,10 @@ def test_charts_place_larger_values_higher_and_keep_intervals_around_them():
 def test_numbers_read_well():
     assert [number(v) for v in (None, 3, 3.0, 0.12345, -2.5, 1234567, 123456.7, 12345, "warm", True)] == [
         "–", "3", "3", "0.123", "−2.5", "1\u202f234\u202f567", "123457", "12\u202f345", "warm", "True"]  # fmt: skip
+
+
+def test_broken_surrogates_do_not_stop_a_page():
+    assert text("a\ud800b") == "a?b"
 
 
 def test_tags_escape_attributes_and_leave_nothing_out():
