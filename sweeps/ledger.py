@@ -107,9 +107,8 @@ class Ledger:
 
     def close(self, commit: Closed) -> None:
         """A commit of `commit.unit` stands in the folder. Parents come before children; hearing it twice is fine."""
-        unit = self._units.get(commit.unit) or self._open_retry(commit.unit)
-        if unit is None:
-            raise LedgerError(f"a commit of unit {commit.unit!r}, which neither the plan nor a parent's commit names")
+        self.expects(commit.unit)
+        unit = self._units[commit.unit]
         if unit.state == "closed":
             return
         self._check(unit, commit)
@@ -167,6 +166,17 @@ class Ledger:
         if unit.state == "running":
             self._forget_running(unit)
             self._requeue(unit)
+
+    def strike(self, name: str) -> Verdict:
+        """A unit as a whole raised on a replica that lives on: counted like a death it caused alone."""
+        unit = self._units[name]
+        self._forget_running(unit)
+        unit.deaths += 1
+        verdict = self._sentence(unit)
+        unit.state = "condemned"
+        if verdict == "again":
+            self._requeue(unit)
+        return verdict
 
     def retry_failed(self) -> list[str]:
         """Open `<unit>.r` for every unit whose failed cells nobody has tried again. Returns the names."""
@@ -231,9 +241,16 @@ class Ledger:
                 return True
         return False
 
-    def casts(self) -> set[str]:
-        """Casts that still have open units."""
-        return {cast for cast, count in self._open_by_cast.items() if count}
+    def open_by_cast(self) -> dict[str, int]:
+        """Cast -> number of its open units, for casts that have some."""
+        return {cast: count for cast, count in self._open_by_cast.items() if count}
+
+    def expects(self, name: str) -> int:
+        """Bitmap of the cells that a commit of this unit must account for. Opens a retry that a commit speaks of."""
+        unit = self._units.get(name) or self._open_retry(name)
+        if unit is None:
+            raise LedgerError(f"a commit of unit {name!r}, which neither the plan nor a parent's commit names")
+        return unit.cells
 
     def running(self, replica: str) -> tuple[str, ...]:
         return tuple(self._running.get(replica, ()))

@@ -1,0 +1,414 @@
+"""Runs the units of a plan until each is closed by its commit.
+
+Law. *Every cell of the plan is committed once, or failed with its traceback, or still pending and run by the same
+command.*
+
+Why it holds. A unit is closed by one commit, created if absent; the ledger makes each cell belong to one unit at every
+moment; the driver believes commits and nothing else: an ack is only a hint to look, and a replica that is gone "may have
+executed" everything it was sent. So what the driver forgets (it may be killed at any line) is read back from the
+folder, and whoever writes late finds the unit closed.
+
+Exit codes: 0 complete; 1 error; 3 complete with failed cells; 4 stopped, resumable; 5 refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shlex
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from . import aggregates, executors, opening, plan, store
+from . import run as reader
+from .config import ConfigError, SweepConfig
+from .crew import Crew
+from .executors import REPLICA, Event
+from .failpoints import reach
+from .lease import Held, Lease
+from .ledger import Closed, Ledger, LedgerError, Needs, Verdict, split
+from .progress import Progress, Snapshot
+from .units import Units, pack
+from .writer import UnitWriter
+
+STOP_S = 20.0
+"""How long replicas have to hand over after a signal; what they do not commit by then stays open."""
+
+
+class Stop(Exception):
+    """The run ends before it is complete, with this exit code."""
+
+    def __init__(self, code: int, reason: str):
+        super().__init__(code, reason)
+        self.code, self.reason = code, reason
+
+
+def run(config: SweepConfig, run_dir: str | Path, *, replica: str = REPLICA) -> int:
+    """Run what is missing of a sweep in `run_dir` and return the exit code. Never raises for what a run can meet."""
+    root = Path(run_dir)
+    progress = Progress(root, config.run.progress, config.run.interval_s)
+    lease = Lease(root, say=progress.say)
+    try:
+        with opening.with_folder(root):
+            lease.acquire()
+            reach("driver.leased")
+            opened = opening.open_run(config, root)
+            reach("driver.planned")
+        progress.event("started", opened=opened, command=_command())
+        return Driver(config, root, progress, lease, replica).run()
+    except (Held, ConfigError, LedgerError) as error:
+        progress.complain(f"refused: {error}")
+        return 5
+    except OSError as error:
+        progress.complain(f"error: {error}")
+        return 5 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 1
+    except Exception as error:
+        progress.complain(traceback.format_exc())
+        progress.event("error", error=str(error))
+        return 1
+    finally:
+        lease.release()
+        progress.close()
+
+
+class Driver:
+    """One run of one folder. Everything it knows is in the folder, or can be lost."""
+
+    def __init__(self, config: SweepConfig, root: Path, progress: Progress, lease: Lease, replica: str):
+        self.config, self.root, self.progress, self.lease, self._replica = config, root, progress, lease, replica
+        self.units = Units(lambda: plan.read_units(config, str(root)), lambda name: store.read_commit(root, name))
+        self.ledger = Ledger(self.units.needs)
+        self.snapshot = Snapshot()
+        self._signal: str | None = None
+        self._started = time.monotonic()
+        self._tokens: dict[str, int] = {}
+        self._held_before = self._failed_before = 0
+        self._last_rate = (self._started, 0)
+        self._counted = 0.0
+        self._space: str | None = None
+
+    # ---- the run
+
+    def run(self) -> int:
+        """Close what is open, then finish. Returns the exit code."""
+        self._load()
+        if self.config.run.retry_failed and (again := self.ledger.retry_failed()):
+            self.progress.say(f"trying the failed cells of {len(again)} units again")
+        self._held_before, self._failed_before = self.ledger.num_held, self.ledger.num_failed
+        fresh = not self.ledger.complete
+        if fresh:
+            with _signals(self._on_signal):
+                try:
+                    self._run_units()
+                except Stop as stop:
+                    return self._stopped(stop)
+        reach("driver.complete")
+        return self._finish(fresh)
+
+    def _run_units(self) -> None:
+        config = _for_actors(self.config)
+        executor = executors.make(config, str(self.root), self.config.cluster, self._replica)
+        reach("driver.connected")
+        try:
+            crew = Crew(executor, self.config.cluster)
+            while not self.ledger.complete:
+                crew.tend(self.ledger.open_by_cast())
+                self._dispatch(crew)
+                for event in executor.events(0.5):
+                    self._hear(event, crew)
+                self._look_around(crew)
+                self._check_stops(crew)
+        except Stop as stop:
+            if stop.code == 4:
+                self._hand_over(crew)
+            raise
+        finally:
+            executor.close()
+
+    def _load(self) -> None:
+        """The ledger, from the plan and the commits."""
+        heads = list(plan.read_heads(str(self.root)))
+        shared = {trunk for head in heads for trunk in head.needs}
+        for head in heads:
+            trunks = tuple(t for t in head.trunks if t in shared)
+            self.ledger.add(head.id, head.num_cells, cast=head.cast, needs=Needs(trunks=trunks))
+        for commit in sorted(store.list_commits(self.root), key=lambda c: c.unit.count(".")):
+            self.snapshot.bytes += _bytes(commit)
+            self._close(commit)
+
+    def _dispatch(self, crew: Crew) -> None:
+        sent = True
+        while sent:
+            sent = False
+            for member in crew.free():
+                name = self.ledger.take(member.name, member.cast)
+                if name is None:
+                    continue
+                unit = self.units.get(name)
+                held = {t.id: self.ledger.holder(t.id) for t in unit.trunks}
+                packed = pack(unit, {t: u for t, u in held.items() if u}, self.ledger.deaths(name))
+                crew.executor.submit(member.name, packed)
+                crew.sent(member.name, name)
+                self.progress.event("dispatched", unit=name, replica=member.name, cells=len(unit.cells))
+                reach("driver.dispatched")
+                sent = True
+
+    # ---- what happened
+
+    def _hear(self, event: Event, crew: Crew) -> None:
+        crew.heard(event)
+        if event.kind == "ready":
+            opening.remember_models(self.root, event.ack.get("models", {}))
+            self.progress.event("ready", replica=event.replica, load_s=event.ack.get("load_s"))
+        elif event.kind == "done":
+            self._acked(event, crew)
+        elif event.kind == "lost":
+            self.progress.event("lost", replica=event.replica, error=event.error, counts=event.counts)
+            self.progress.say(f"replica {event.replica} is lost: {_last_line(event.error)}")
+            self._lost(event.replica, event.error, counts=event.counts, crew=crew)
+
+    def _acked(self, event: Event, crew: Crew) -> None:
+        ack, name = event.ack, event.unit or ""
+        reach("driver.acked")
+        if ack["outcome"] == "error":
+            if ack.get("no_space"):
+                self._space = ack["error"]
+                self.ledger.give_back(name)
+                return
+            self.progress.event("failed", unit=name, error=ack["error"])
+            self._carry_out({name: self.ledger.strike(name)}, ack["error"], ack.get("traceback", ""))
+        elif commit := store.read_commit(self.root, name):
+            if self.ledger.is_open(name):
+                self.snapshot.bytes += _bytes(commit)
+            self._close(commit)
+            crew.progress_made()
+            if commit.failed:
+                self.progress.event("failed", unit=name, cells=len(commit.failed), error=ack.get("first_error", ""))
+                self.progress.say(f"{len(commit.failed)} cells of {name} failed: {ack.get('first_error', '')}")
+        else:
+            self.ledger.give_back(name)
+
+    def _lost(self, replica: str, error: str, *, counts: bool, crew: Crew) -> None:
+        running = self.ledger.running(replica)
+        standing = [c for name in running if (c := store.read_commit(self.root, name))]
+        closed = tuple(self._as_closed(commit) for commit in standing)
+        verdicts = self.ledger.lost(replica, counts=counts, commits=closed)
+        if standing or "split" in verdicts.values() or "fail" in verdicts.values():
+            crew.progress_made()
+        self._carry_out(verdicts, f"the replica died: {_last_line(error)}", error)
+        self._settle_doomed()
+
+    def _carry_out(self, verdicts: Mapping[str, Verdict], error: str, details: str) -> None:
+        """Write the commits that close units which killed their replicas: divided in two, or failed."""
+        for name, verdict in verdicts.items():
+            if verdict == "split":
+                self._split(name)
+            elif verdict == "fail":
+                self._fail(name, error, details)
+
+    def _split(self, name: str) -> None:
+        root = self.ledger.root_of(name)
+        cells = self.units.cells(root, self.ledger.cells_of(name))
+        sampled = {t.id for t in self.units.get(name).trunks}
+        trunk_of = {p: cell.trunk if cell.trunk in sampled else None for p, cell in cells.items()}
+        parts = split(trunk_of, self.ledger.unheld_trunks(name))
+        children = [self.units.part(root, f"{name}.{i}", part) for i, part in enumerate(parts)]
+        UnitWriter(self.root, self.units.get(name), {}).commit(children=children)
+        reach("driver.split")
+        self.progress.event("split", unit=name, cells=[len(child.cells) for child in children])
+        self._close_standing(name)
+
+    def _fail(self, name: str, error: str, details: str, trunks: tuple[str, ...] | None = None) -> None:
+        unit, tries = self.units.get(name), max(self.ledger.deaths(name), 1)
+        writer = UnitWriter(self.root, unit, {})
+        for trunk in self.ledger.unheld_trunks(name) if trunks is None else trunks:
+            writer.fail_trunk(trunk, error, details, tries)
+        for cell in unit.cells:
+            writer.fail_cell(cell, error, details, tries)
+        writer.commit()
+        self.progress.event("failed", unit=name, cells=len(unit.cells), error=error)
+        self.progress.say(f"{name} failed after {tries} tries ({len(unit.cells)} cells): {error}")
+        self._close_standing(name)
+
+    def _settle_doomed(self) -> None:
+        while doomed := self.ledger.doomed():
+            for name, trunk, failer in doomed:
+                self._fail(name, f"trunk {trunk} failed in unit {failer}", "", trunks=())
+
+    def _close_standing(self, name: str) -> None:
+        commit = store.read_commit(self.root, name)
+        if commit is None:
+            raise OSError(f"the commit of {name} was written and cannot be read back from {self.root}")
+        self._close(commit)
+
+    def _close(self, commit: store.Commit) -> None:
+        self.ledger.close(self._as_closed(commit))
+        self._settle_doomed()
+
+    def _as_closed(self, commit: store.Commit) -> Closed:
+        expected = self.ledger.expects(commit.unit)
+        return self.units.closed(commit, expected, self.ledger.root_of(commit.unit))
+
+    # ---- looking around
+
+    def _look_around(self, crew: Crew) -> None:
+        now = time.monotonic()
+        if now - self._counted >= 1.0:
+            self._counted = now
+            counters = crew.executor.counters()
+            for replica, values in counters.items():
+                self._tokens[replica] = values.get("tokens", 0)
+            for member in crew.watch(counters):
+                self._stalled(member.name, crew)
+            self._measure(now, crew, counters)
+            crew.executor.publish(self._metrics(crew))
+        self.progress.update(self.snapshot)
+
+    def _stalled(self, name: str, crew: Crew) -> None:
+        error = f"no movement for {self.config.cluster.stall_s:.0f} s (cluster.stall_s)"
+        if crew.members[name].state == "loading":
+            error = f"still loading after {self.config.cluster.load_s:.0f} s (cluster.load_s)"
+        self.progress.event("lost", replica=name, error=error, counts=True)
+        self.progress.say(f"replica {name} is lost: {error}")
+        crew.dismiss(name, error)
+        self._lost(name, error, counts=True, crew=crew)
+
+    def _measure(self, now: float, crew: Crew, counters: Mapping[str, Mapping[str, Any]]) -> None:
+        snapshot, ledger = self.snapshot, self.ledger
+        snapshot.state, snapshot.elapsed_s = "running", now - self._started
+        snapshot.cells, snapshot.held, snapshot.failed = ledger.num_cells, ledger.num_held, ledger.num_failed
+        snapshot.units_open = sum(ledger.open_by_cast().values())
+        snapshot.replicas_ready, snapshot.replicas_wanted = crew.num_ready, self.config.cluster.replicas
+        snapshot.replica_deaths, snapshot.tokens = crew.deaths, sum(self._tokens.values())
+        snapshot.cells_per_s = max(ledger.num_held - self._held_before, 0) / max(snapshot.elapsed_s, 1e-9)
+        snapshot.utilisation = {name: dict(v["seconds"]) for name, v in counters.items() if "seconds" in v}
+        since, tokens = self._last_rate
+        if now - since >= self.config.run.interval_s:
+            snapshot.tokens_per_s = (snapshot.tokens - tokens) / (now - since)
+            self._last_rate = (now, snapshot.tokens)
+
+    def _metrics(self, crew: Crew) -> dict[str, float]:
+        s = self.snapshot
+        return {
+            "cells_committed": s.held, "cells_failed": s.failed, "cells_pending": s.pending,
+            "tokens_generated": s.tokens, "tokens_per_s": s.tokens_per_s, "bytes_written": s.bytes,
+            "replicas_ready": s.replicas_ready, "replica_deaths": s.replica_deaths,
+        }  # fmt: skip
+
+    # ---- ends
+
+    def _check_stops(self, crew: Crew) -> None:
+        settings, new_failures = self.config.run, self.ledger.num_failed - self._failed_before
+        if self.lease.lost:
+            raise Stop(5, self.lease.lost)
+        if self._signal:
+            raise Stop(4, self._signal)
+        if self._space:
+            raise Stop(4, f"the disk is full: {self._space}")
+        if settings.on_error == "fail_fast" and new_failures > 0:
+            raise Stop(4, f"{new_failures} cells failed and run.on_error is fail_fast")
+        if settings.max_failures is not None and new_failures > settings.max_failures:
+            raise Stop(4, f"{new_failures} cells failed, more than run.max_failures={settings.max_failures}")
+        if settings.max_hours is not None and time.monotonic() - self._started > settings.max_hours * 3600:
+            raise Stop(4, f"run.max_hours={settings.max_hours:g} is over")
+        if reason := crew.hopeless():
+            raise Stop(1, reason)
+        if self.ledger.stuck:
+            raise Stop(1, f"units wait for each other: {', '.join(self.ledger.waiting()[:5])}")
+
+    def _on_signal(self, name: str) -> None:
+        self._signal = f"received {name}"
+
+    def _hand_over(self, crew: Crew) -> None:
+        """Let replicas commit what is complete; what they cannot in time stays open."""
+        self.snapshot.state = "stopping"
+        self.progress.say("stopping: replicas finish their step and commit what is complete")
+        crew.executor.stop()
+        deadline = time.monotonic() + STOP_S
+        while time.monotonic() < deadline and any(member.moved for member in crew.members.values()):
+            for event in crew.executor.events(0.2):
+                if event.kind in ("done", "lost"):
+                    self._hear(event, crew)
+
+    def _stopped(self, stop: Stop) -> int:
+        self.snapshot.state, self.snapshot.reason = ("stopped" if stop.code == 4 else "failed"), stop.reason
+        self._update_totals()
+        self.progress.update(self.snapshot, now=True)
+        self.progress.event("stopped", reason=stop.reason, code=stop.code)
+        self.progress.complain(f"stopped: {stop.reason}")
+        self.progress.say(f"{self.snapshot.pending} of {self.snapshot.cells} cells are pending; continue with: {_command()}")
+        return stop.code
+
+    def _finish(self, fresh: bool) -> int:
+        """Aggregate, and say where the results are and what they say."""
+        self._update_totals()
+        names = [entry.name for entry in self.config.aggregate]
+        missing = [name for name in names if not (self.root / "aggregates" / f"{name}.json").exists()]
+        finished = reader.open(self.root)
+        if names and (fresh or missing):
+            aggregates.finalize(finished, {entry.name: dict(entry.options) for entry in self.config.aggregate})
+        reach("driver.aggregated")
+        self.snapshot.state = "complete"
+        self.progress.update(self.snapshot, now=fresh)
+        self.progress.event("complete", held=self.ledger.num_held, failed=self.ledger.num_failed)
+        if not fresh and not missing:
+            self.progress.say("nothing to do: this run is complete")
+        self.progress.say(f"{self.ledger.num_held} cells committed, {self.ledger.num_failed} failed, in {self.root}")
+        for sentence in aggregates.findings(finished) if names else ():
+            self.progress.say(f"  {sentence}")
+        return 3 if self.ledger.num_failed else 0
+
+    def _update_totals(self) -> None:
+        snapshot, ledger = self.snapshot, self.ledger
+        snapshot.cells, snapshot.held, snapshot.failed = ledger.num_cells, ledger.num_held, ledger.num_failed
+        snapshot.units_open, snapshot.elapsed_s = sum(ledger.open_by_cast().values()), time.monotonic() - self._started
+
+
+@contextlib.contextmanager
+def _signals(on_signal: Any) -> Iterator[None]:
+    """Ctrl-C and SIGTERM ask the run to stop; a second Ctrl-C ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        if seen and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        seen.append(number)
+        on_signal(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _for_actors(config: SweepConfig) -> dict[str, Any]:
+    """The configuration as plain values, without the items: units carry their rows."""
+    plain = config.to_dict()
+    return {**plain, "scenario": {**plain["scenario"], "items": ""}}
+
+
+def _bytes(commit: store.Commit) -> int:
+    return sum(int(file.get("bytes", 0)) for file in commit.files)
+
+
+def _command() -> str:
+    """The command that started this process, to show to its user."""
+    program = Path(sys.argv[0])
+    name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
+    return f"{name} {shlex.join(sys.argv[1:])}".strip()
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    return (lines[-1] if lines else "no message")[:300]

@@ -1,0 +1,134 @@
+"""Units by name: from the plan, from a parent's commit, or derived; and what commits say of them as bitmaps.
+
+The driver keeps no cells. Units of the plan are streamed in plan order, which is nearly the order in which they are
+dispatched; a child's unit stands in its parent's commit; `<unit>.r` follows from what `<unit>` failed.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+
+
+from .ledger import Closed, LedgerError, Needs, Part
+from .plan import Cell, Unit
+from .store import Commit
+
+_HEADER = 256
+
+
+def pack(unit: Unit, trunk_units: Mapping[str, str], attempts: int) -> bytes:
+    """A unit as a replica receives it: small enough to travel beside the object store.
+
+    `trunk_units`: trunk -> unit whose shard holds it; the unit samples its other trunks. `attempts`: tries so far.
+    """
+    data = {**unit.to_dict(), "trunk_units": dict(trunk_units), "attempts": attempts}
+    body = zlib.compress(json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode(), 1)
+    return unit.id.encode().ljust(_HEADER, b"\0") + body
+
+
+def unpack(packed: bytes) -> tuple[Unit, dict[str, str], int]:
+    """The inverse of `pack`."""
+    data = json.loads(zlib.decompress(packed[_HEADER:]))
+    return Unit.from_dict(data), data["trunk_units"], data["attempts"]
+
+
+def unit_id(packed: bytes) -> str:
+    """The id of a packed unit, without unpacking it."""
+    return packed[:_HEADER].rstrip(b"\0").decode()
+
+
+class Units:
+    """Looks up units. `stream`: opens the plan from its first unit; `commit`: reads a unit's commit, if it stands."""
+
+    def __init__(self, stream: Callable[[], Iterator[Unit]], commit: Callable[[str], Commit | None], kept: int = 16):
+        self._open, self._commit, self._kept = stream, commit, kept
+        self._stream: Iterator[Unit] = iter(())
+        self._recent: OrderedDict[str, Unit] = OrderedDict()
+
+    def get(self, name: str) -> Unit:
+        """The unit of this name. LedgerError where neither the plan nor a commit has it."""
+        parent, dot, suffix = name.rpartition(".")
+        if not dot:
+            return self._root(name)
+        commit = self._commit(parent)
+        if commit and suffix == "r":
+            return _part(self.get(parent), name, set(commit.failed))
+        for child in commit.children if commit else ():
+            if child["id"] == name:
+                return Unit.from_dict(child)
+        raise LedgerError(f"no commit of {parent!r} names {name!r}")
+
+    def bits(self, root: str, cells: Iterable[str]) -> int:
+        """Bitmap of some cells (ids) of a root."""
+        wanted = set(cells)
+        if not wanted:
+            return 0
+        found = sum(1 << p for p, cell in enumerate(self._root(root).cells) if cell.id in wanted)
+        if found.bit_count() != len(wanted):
+            raise LedgerError(f"a commit of {root!r} names cells that the plan does not have")
+        return found
+
+    def cells(self, root: str, bits: int) -> dict[int, Cell]:
+        """Position -> cell, in plan order."""
+        return {p: cell for p, cell in enumerate(self._root(root).cells) if bits >> p & 1}
+
+    def needs(self, root: str, bits: int) -> Needs:
+        """Every trunk that these cells need."""
+        unit = self._root(root)
+        sampled = {trunk.id for trunk in unit.trunks}
+        trunks = dict.fromkeys(c.trunk for p, c in enumerate(unit.cells) if bits >> p & 1 and c.trunk in sampled)
+        return Needs(trunks=tuple(trunks))
+
+    def part(self, root: str, name: str, part: Part) -> Unit:
+        """A unit with these cells of a root, the trunks they need, and the trunks it shall sample besides."""
+        cells = {cell.id for cell in self.cells(root, part.cells).values()}
+        return _part(self._root(root), name, cells, part.trunks)
+
+    def closed(self, commit: Commit, expected: int, root: str) -> Closed:
+        """A commit as the ledger hears it. `expected`: the bitmap of its unit's cells, if the unit is known."""
+        trunks, failed_trunks = tuple(commit.trunks), tuple(commit.failed_trunks)
+        if not commit.failed and not commit.children and len(commit.cells) == expected.bit_count():
+            return Closed(unit=commit.unit, held=expected, trunks=trunks, failed_trunks=failed_trunks)
+        children = {}
+        for child in commit.children:
+            cells = self.bits(root, (entry[0] for entry in child["cells"]))
+            children[child["id"]] = Part(cells=cells, trunks=tuple(trunk[0] for trunk in child["trunks"]))
+        return Closed(
+            unit=commit.unit, held=self.bits(root, commit.cells), failed=self.bits(root, commit.failed),
+            trunks=trunks, failed_trunks=failed_trunks, children=children,
+        )  # fmt: skip
+
+    def _root(self, name: str) -> Unit:
+        if name in self._recent:
+            self._recent.move_to_end(name)
+            return self._recent[name]
+        for again in (False, True):
+            if again:
+                self._stream = self._open()
+            for unit in self._stream:
+                self._keep(unit)
+                if unit.id == name:
+                    return unit
+        raise LedgerError(f"the plan has no unit {name!r}")
+
+    def _keep(self, unit: Unit) -> None:
+        self._recent[unit.id] = unit
+        while len(self._recent) > self._kept:
+            self._recent.popitem(last=False)
+
+
+def _part(unit: Unit, name: str, cells: set[str], trunks: Iterable[str] = ()) -> Unit:
+    mine = tuple(replace(cell, unit=name) for cell in unit.cells if cell.id in cells)
+    needed = {cell.trunk for cell in mine} | set(trunks)
+    kept = tuple(trunk for trunk in unit.trunks if trunk.id in needed)
+    touched = {cell.item for cell in mine} | {trunk.item for trunk in kept}
+    return Unit(
+        id=name, cells=mine, trunks=kept, owns=tuple(trunk.id for trunk in kept if trunk.id in unit.owns),
+        items={key: row for key, row in unit.items.items() if key in touched}, cast=unit.cast,
+    )  # fmt: skip
+
+
