@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import aggregates, executors, opening, plan, store
+from . import aggregates, executors, folder, store
 from . import run as reader
 from .config import ConfigError, SweepConfig
 from .crew import Crew
@@ -33,6 +33,7 @@ from .executors import REPLICA, Event
 from .failpoints import reach
 from .lease import Held, Lease
 from .ledger import Closed, Ledger, LedgerError, Needs, Verdict, split
+from .planfile import PlanFile
 from .progress import Progress, Snapshot
 from .units import Units, pack
 from .writer import UnitWriter
@@ -55,14 +56,13 @@ def run(config: SweepConfig, run_dir: str | Path, *, replica: str = REPLICA) -> 
     progress = Progress(root, config.run.progress, config.run.interval_s)
     lease = Lease(root, say=progress.say)
     try:
-        with opening.with_folder(root):
-            lease.acquire()
-            reach("driver.leased")
-            opened = opening.open_run(config, root)
-            reach("driver.planned")
-        progress.event("started", opened=opened, command=_command())
+        lease.acquire()
+        reach("driver.leased")
+        entered = folder.enter(config, root)
+        reach("driver.planned")
+        progress.event("started", found=entered.state, new_cells=entered.new_cells, command=_command())
         return Driver(config, root, progress, lease, replica).run()
-    except (Held, ConfigError, LedgerError) as error:
+    except (Held, ConfigError, folder.RunRefused, LedgerError) as error:
         progress.complain(f"refused: {error}")
         return 5
     except OSError as error:
@@ -82,7 +82,8 @@ class Driver:
 
     def __init__(self, config: SweepConfig, root: Path, progress: Progress, lease: Lease, replica: str):
         self.config, self.root, self.progress, self.lease, self._replica = config, root, progress, lease, replica
-        self.units = Units(lambda: plan.read_units(config, str(root)), lambda name: store.read_commit(root, name))
+        self.plan = PlanFile(root)
+        self.units = Units(self.plan.unit, lambda name: store.read_commit(root, name))
         self.ledger = Ledger(self.units.needs)
         self.snapshot = Snapshot()
         self._signal: str | None = None
@@ -133,11 +134,8 @@ class Driver:
 
     def _load(self) -> None:
         """The ledger, from the plan and the commits."""
-        heads = list(plan.read_heads(str(self.root)))
-        shared = {trunk for head in heads for trunk in head.needs}
-        for head in heads:
-            trunks = tuple(t for t in head.trunks if t in shared)
-            self.ledger.add(head.id, head.num_cells, cast=head.cast, needs=Needs(trunks=trunks))
+        for info in self.plan.infos():
+            self.ledger.add(info.id, info.num_cells, cast=info.cast, needs=Needs(trunks=info.shared))
         for commit in sorted(store.list_commits(self.root), key=lambda c: c.unit.count(".")):
             self.snapshot.bytes += _bytes(commit)
             self._close(commit)
@@ -164,7 +162,7 @@ class Driver:
     def _hear(self, event: Event, crew: Crew) -> None:
         crew.heard(event)
         if event.kind == "ready":
-            opening.remember_models(self.root, event.ack.get("models", {}))
+            folder.record_models(self.root, event.ack.get("models", {}))
             self.progress.event("ready", replica=event.replica, load_s=event.ack.get("load_s"))
         elif event.kind == "done":
             self._acked(event, crew)

@@ -1,16 +1,16 @@
 """Units by name: from the plan, from a parent's commit, or derived; and what commits say of them as bitmaps.
 
-The driver keeps no cells. Units of the plan are streamed in plan order, which is nearly the order in which they are
-dispatched; a child's unit stands in its parent's commit; `<unit>.r` follows from what `<unit>` failed.
+The driver keeps no cells. Units of the plan are read when they are dispatched; a child's unit stands in its parent's
+commit; `<unit>.r` follows from what `<unit>` failed.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 
 from .ledger import Closed, LedgerError, Needs, Part
@@ -42,12 +42,11 @@ def unit_id(packed: bytes) -> str:
 
 
 class Units:
-    """Looks up units. `stream`: opens the plan from its first unit; `commit`: reads a unit's commit, if it stands."""
+    """Looks up units. `plan`: reads a unit of the plan by name; `commit`: reads a unit's commit, if it stands."""
 
-    def __init__(self, stream: Callable[[], Iterator[Unit]], commit: Callable[[str], Commit | None], kept: int = 16):
-        self._open, self._commit, self._kept = stream, commit, kept
-        self._stream: Iterator[Unit] = iter(())
-        self._recent: OrderedDict[str, Unit] = OrderedDict()
+    def __init__(self, plan: Callable[[str], Unit], commit: Callable[[str], Commit | None], kept: int = 8):
+        self._commit = commit
+        self._root = lru_cache(maxsize=kept)(plan)
 
     def get(self, name: str) -> Unit:
         """The unit of this name. LedgerError where neither the plan nor a commit has it."""
@@ -67,7 +66,9 @@ class Units:
         wanted = set(cells)
         if not wanted:
             return 0
-        found = sum(1 << p for p, cell in enumerate(self._root(root).cells) if cell.id in wanted)
+        found = 0
+        for position, cell in enumerate(self._root(root).cells):
+            found |= (cell.id in wanted) << position
         if found.bit_count() != len(wanted):
             raise LedgerError(f"a commit of {root!r} names cells that the plan does not have")
         return found
@@ -102,33 +103,12 @@ class Units:
             trunks=trunks, failed_trunks=failed_trunks, children=children,
         )  # fmt: skip
 
-    def _root(self, name: str) -> Unit:
-        if name in self._recent:
-            self._recent.move_to_end(name)
-            return self._recent[name]
-        for again in (False, True):
-            if again:
-                self._stream = self._open()
-            for unit in self._stream:
-                self._keep(unit)
-                if unit.id == name:
-                    return unit
-        raise LedgerError(f"the plan has no unit {name!r}")
-
-    def _keep(self, unit: Unit) -> None:
-        self._recent[unit.id] = unit
-        while len(self._recent) > self._kept:
-            self._recent.popitem(last=False)
-
 
 def _part(unit: Unit, name: str, cells: set[str], trunks: Iterable[str] = ()) -> Unit:
     mine = tuple(replace(cell, unit=name) for cell in unit.cells if cell.id in cells)
     needed = {cell.trunk for cell in mine} | set(trunks)
     kept = tuple(trunk for trunk in unit.trunks if trunk.id in needed)
     touched = {cell.item for cell in mine} | {trunk.item for trunk in kept}
-    return Unit(
-        id=name, cells=mine, trunks=kept, owns=tuple(trunk.id for trunk in kept if trunk.id in unit.owns),
-        items={key: row for key, row in unit.items.items() if key in touched}, cast=unit.cast,
-    )  # fmt: skip
-
-
+    rows = {key: row for key, row in unit.items.items() if key in touched}
+    owns = tuple(trunk.id for trunk in kept if trunk.id in unit.owns)
+    return replace(unit, id=name, cells=mine, trunks=kept, owns=owns, items=rows)
