@@ -94,6 +94,8 @@ class UnitInfo:
     cast: str
     outside: tuple[str, ...]
     """Trunks it needs that another unit of the plan owns."""
+    shared: tuple[str, ...] = ()
+    """Trunks it needs that another unit of the plan needs too, whoever owns them."""
 
 
 class PlanFile:
@@ -116,15 +118,23 @@ class PlanFile:
 
     def infos(self) -> Iterator[UnitInfo]:
         """The units in plan order."""
+        foreign = self._foreign()
         for part, (names, starts) in enumerate(self._index):
             rows = self._columns(part)
+            common = rows["shared"] & (np.isin(rows["trunk"], foreign) if len(foreign) else False)
             for i, name in enumerate(names):
                 first, last = starts[i], starts[i + 1]
                 outside = rows["trunk"][first:last][~rows["owned"][first:last] & rows["shared"][first:last]]
                 yield UnitInfo(
                     id=str(name), num_cells=int(rows["is_cell"][first:last].sum()), cast=str(rows["cast"][first]),
                     outside=tuple(dict.fromkeys(map(str, outside))),
+                    shared=tuple(dict.fromkeys(map(str, rows["trunk"][first:last][common[first:last]]))),
                 )  # fmt: skip
+
+    def _foreign(self) -> np.ndarray:
+        """Trunks that some unit needs and does not own."""
+        found = [rows["trunk"][~rows["owned"] & rows["shared"]] for rows in map(self._columns, range(len(self.parts)))]
+        return np.unique(np.concatenate(found).astype(str)).astype(object)
 
     def units(self) -> Iterator[Unit]:
         """Every unit whole, in plan order, streamed."""
