@@ -55,7 +55,7 @@ class Units:
             return self._root(name)
         commit = self._commit(parent)
         if commit and suffix == "r":
-            return _part(self.get(parent), name, set(commit.failed))
+            return part_of(self.get(parent), name, set(commit.failed))
         for child in commit.children if commit else ():
             if child["id"] == name:
                 return Unit.from_dict(child)
@@ -87,7 +87,7 @@ class Units:
     def part(self, root: str, name: str, part: Part) -> Unit:
         """A unit with these cells of a root, the trunks they need, and the trunks it shall sample besides."""
         cells = {cell.id for cell in self.cells(root, part.cells).values()}
-        return _part(self._root(root), name, cells, part.trunks)
+        return part_of(self._root(root), name, cells, part.trunks)
 
     def closed(self, commit: Commit, expected: int, root: str) -> Closed:
         """A commit as the ledger hears it. `expected`: the bitmap of its unit's cells, if the unit is known."""
@@ -104,7 +104,8 @@ class Units:
         )  # fmt: skip
 
 
-def _part(unit: Unit, name: str, cells: set[str], trunks: Iterable[str] = ()) -> Unit:
+def part_of(unit: Unit, name: str, cells: set[str], trunks: Iterable[str] = ()) -> Unit:
+    """A unit `name` with these cells of `unit` (ids), the trunks they need, and `trunks` to sample besides."""
     mine = tuple(replace(cell, unit=name) for cell in unit.cells if cell.id in cells)
     needed = {cell.trunk for cell in mine} | set(trunks)
     kept = tuple(trunk for trunk in unit.trunks if trunk.id in needed)

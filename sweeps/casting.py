@@ -1,0 +1,184 @@
+"""From a configuration under a condition to conversations: participants, interventions and captures of every turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from . import inputs, items, shapes
+from .config import CaptureConfig, InterventionConfig, ParticipantConfig, SweepConfig
+from .estimate import captures_turn, speakers
+from .selection import parse_tokens
+
+if TYPE_CHECKING:
+    from interlens.conversation import Conversation
+    from interlens.interp.activation_cache import CaptureSpec
+    from interlens.interp.steering import SteeringSpec
+    from interlens.loading import Loaded
+    from interlens.message import Message
+
+Part = Literal["trunk", "branch"]
+
+
+class Models:
+    """The models of one cast, each loaded once."""
+
+    def __init__(self, config: SweepConfig):
+        self._config = config
+        self._loaded: dict[str, Loaded] = {}
+
+    def of(self, config: SweepConfig, participant: ParticipantConfig) -> Loaded:
+        """The model of a local participant, with its adapter attached."""
+        from interlens import loading
+
+        entry = shapes.model(config, participant.model)
+        adapter = entry.adapters.get(participant.adapter, participant.adapter) if participant.adapter else None
+        loaded = loading.load(
+            entry.source, dtype=entry.dtype, revision=entry.revision, adapter=adapter,
+            device=None if entry.device == "auto" else entry.device,
+        )  # fmt: skip
+        self._loaded[shapes.model_name(config, participant.model)] = loaded
+        return loaded
+
+    def load(self, config: SweepConfig) -> None:
+        """Load what the participants of this configuration need, with its engine."""
+        from interlens.engine import engine_for
+
+        for participant in config.scenario.participants.values():
+            if participant.is_local:
+                engine = engine_for(self.of(config, participant).model)
+                engine.rows = config.cluster.rows
+
+    def facts(self) -> dict[str, dict[str, str]]:
+        """Model name -> hashes of its weights and chat template, and its dtype."""
+        from interlens.loading import weights_hash
+
+        from .identity import digest
+
+        return {
+            name: {
+                "weights": weights_hash(loaded.model), "dtype": loaded.dtype,
+                "template": digest(getattr(loaded.tokenizer, "chat_template", None) or ""),
+            }
+            for name, loaded in self._loaded.items()
+        }  # fmt: skip
+
+    def engines(self) -> list[Any]:
+        """The engines of the models loaded so far."""
+        from interlens.engine import engine_for
+
+        return [engine_for(loaded.model) for loaded in self._loaded.values()]
+
+
+@dataclass
+class Setting:
+    """One condition, resolved: what each turn is run with."""
+
+    config: SweepConfig
+    models: Models
+    root: Path
+    names: dict[str, str] = field(init=False)
+    """Local participant -> model name, the partition of its records."""
+    _edits: list[tuple[InterventionConfig, SteeringSpec]] = field(init=False)
+    _captures: list[tuple[CaptureConfig, CaptureSpec]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        cast = self.config.scenario.participants
+        self.names = {n: shapes.model_name(self.config, p.model) for n, p in cast.items() if p.is_local and p.model}
+        self._edits = [(edit, self._steering(edit)) for edit in self.config.intervention]
+        self._captures = [(capture, _capture(capture)) for capture in self.config.capture]
+
+    def conversation(self, part: Part, row: Mapping[str, Any], before: Sequence[Message] = ()) -> Conversation:
+        """A conversation about an item, standing after the messages `before` (a trunk's, its opening included)."""
+        from interlens.conversation import Conversation
+
+        scenario = self.config.scenario
+        made = Conversation(
+            [self._participant(name, part, row) for name in scenario.participants],
+            shared_context=items.fill(scenario.opening, row, "scenario.opening"),
+            moderator_name=scenario.moderator, reasoning_visibility=scenario.reasoning_visibility, seed=scenario.seed,
+        )  # fmt: skip
+        made.row = row
+        for message in before[len(made.transcript) :]:
+            made.transcript.append(message.copy())
+            made.turns_taken += message.author in scenario.participants
+        return made
+
+    def framing(self, row: Mapping[str, Any]) -> str | None:
+        """What the moderator says at the branch point."""
+        return items.fill(self.config.scenario.framing, row, "scenario.framing")
+
+    def speakers(self, part: Part) -> list[str]:
+        """Who speaks, turn by turn."""
+        return speakers(self.config, part)
+
+    def options(self, part: Part, turn: int, speaker: str) -> dict[str, Any]:
+        """What one turn is run with, as options of `Conversation.turn`."""
+        local = speaker in self.names
+        edits = tuple(spec for edit, spec in self._edits if speaker in edit.participants and _acts(edit, part, turn))
+        specs = tuple(s for c, s in self._captures if speaker in c.participants and captures_turn(c, part, turn))
+        options: dict[str, Any] = {}
+        if edits:
+            options["steering"] = edits
+        if specs:
+            options["capture"] = specs
+        if local and self.config.scenario.logprobs:
+            options["return_logprobs"] = True
+        return options
+
+    def _participant(self, name: str, part: Part, row: Mapping[str, Any]) -> Any:
+        from interlens import participants
+
+        given = self.config.scenario.participants[name]
+        system = items.fill(given.system_prompt, row, f"scenario.participants.{name}.system_prompt")
+        if given.kind == "scripted":
+            return participants.ScriptedParticipant(name, list(given.lines))
+        over = getattr(self.config.scenario, part)
+        sampling = {
+            key: getattr(given, key) if getattr(over, key) is None else getattr(over, key)
+            for key in ("temperature", "top_p", "top_k", "max_new_tokens")
+        }
+        if given.kind == "api":
+            kept = {key: sampling[key] for key in ("temperature", "top_p", "max_new_tokens")}
+            return participants.APIParticipant(
+                name, given.model, provider=given.provider or "openai", base_url=given.base_url,
+                system_prompt=system, **kept,
+            )  # fmt: skip
+        loaded = self.models.of(self.config, given)
+        return participants.AutoModelParticipant.from_model(
+            loaded.model, loaded.tokenizer, name=name, system_prompt=system, thinking=given.thinking, seed=given.seed,
+            adapter=loaded.adapter, **sampling,
+        )  # fmt: skip
+
+    def _steering(self, edit: InterventionConfig) -> SteeringSpec:
+        from interlens.interp.sites import site_width
+        from interlens.interp.steering import SteeringSpec
+
+        speaker = self.config.scenario.participants[edit.participants[0]]
+        width = site_width(self.models.of(self.config, speaker).model, edit.site, edit.layers[0])
+        direction = inputs.load_direction(self.config, edit.direction or "", width, self.root)
+        return SteeringSpec(
+            direction, layers=edit.layers, coef=edit.coef, mode=edit.mode, site=edit.site,
+            tokens=parse_tokens(edit.tokens),
+        )  # fmt: skip
+
+
+def _acts(edit: InterventionConfig, part: Part, turn: int) -> bool:
+    """True if `turns:` names this turn of the trunk or branch; numbers count the branch's turns."""
+    if isinstance(edit.turns, str):
+        return edit.turns in (part, "all")
+    return part == "branch" and turn in edit.turns
+
+
+def _capture(capture: CaptureConfig) -> CaptureSpec:
+    from interlens.interp.activation_cache import CaptureSpec
+    from interlens.interp.select import Select
+
+    tokens = parse_tokens(capture.tokens)
+    if capture.special == "drop" and tokens != Select.special():
+        tokens = tokens - Select.special()
+    return CaptureSpec(
+        sites=capture.sites, layers=capture.layers, tokens=tokens, pool=capture.pool, source=capture.source
+    )  # fmt: skip

@@ -1,0 +1,290 @@
+"""One replica: the models of one cast, loaded once, and the units it runs.
+
+A unit's trunks come first (sampled here if the unit owns them, else read back from the shard that holds them, token by
+token), each followed by its cells; all conversations of a unit are in flight together, so they are decoded in the same
+batches. What fails inside a cell fails that cell; what fails outside any cell is told to the driver. Asked to stop, a
+unit commits what is complete and hands the rest to its child.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import threading
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from . import aggregates
+from .aggregates import CellResult
+from .casting import Models, Part, Setting
+from .config import SweepConfig
+from .failpoints import reach
+from .plan import Cell, Trunk, Unit, applied
+from .units import part_of, unpack
+from .writer import UnitWriter
+
+ERROR_CHARS = 1500
+
+
+class Stopped(Exception):
+    """Raised between two steps of the engine when the driver has asked to stop."""
+
+
+class Replica:
+    """Runs units. Several threads may run units at once: they share models and engines."""
+
+    def __init__(self, config: dict[str, Any], run_dir: str, cast: str, threads: int = 1):
+        self.config = SweepConfig.from_dict(config)
+        self.root, self._cast, self._threads = Path(run_dir), cast, threads
+        self.stopping = threading.Event()
+        self.models = Models(self.config)
+        self.ticks: dict[str, int] = {}
+        """Unit -> steps it has seen; a unit whose number stands still has stalled."""
+        self.tokens = 0
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._settings: dict[tuple, Setting] = {}
+        self._lock = threading.Lock()
+        self._configs: dict[int, SweepConfig] = {}
+
+    def load(self) -> dict[str, Any]:
+        """Load the models; returns their hashes and how long it took."""
+        import torch
+
+        begun = time.monotonic()
+        torch.set_num_threads(self._threads)
+        self.models.load(self.config)
+        reach("replica.loaded")
+        return {"models": self.models.facts(), "load_s": round(time.monotonic() - begun, 3)}
+
+    def run(self, packed: bytes) -> dict[str, Any]:
+        """Run a packed unit to its commit. The ack says how it ended: won, lost, returned or error."""
+        unit, trunk_units, attempts = unpack(packed)
+        self.ticks[unit.id] = 0
+        reach("replica.started")
+        try:
+            return UnitRun(self, unit, trunk_units, attempts).run()
+        except Exception as error:
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            return {
+                "unit": unit.id, "outcome": "error", "no_space": full, "error": _short(error),
+                "traceback": traceback.format_exc()[-ERROR_CHARS:],
+            }  # fmt: skip
+        finally:
+            self.ticks.pop(unit.id, None)
+
+    def counters(self) -> dict[str, Any]:
+        """What moves: steps of each unit in flight, tokens generated, seconds by activity."""
+        return {"units": dict(self.ticks), "tokens": self.tokens, "seconds": dict(self.seconds)}
+
+    def stop(self) -> None:
+        """Let every unit in flight commit what is complete and hand over the rest."""
+        self.stopping.set()
+
+    def setting(self, part: int, condition: dict[str, Any]) -> Setting:
+        """A condition resolved, once."""
+        key = (part, *sorted(condition.items()))
+        with self._lock:
+            if key not in self._settings:
+                config = applied(self._config(part), condition)
+                self._settings[key] = Setting(config, self.models, self.root)
+            return self._settings[key]
+
+    def _config(self, part: int) -> SweepConfig:
+        """The configuration with which a part of the plan entered the run."""
+        if part not in self._configs:
+            plain = yaml.safe_load((self.root / f"config-{part}.yaml").read_bytes())
+            self._configs[part] = SweepConfig.from_dict(plain)
+        return self._configs[part]
+
+
+class UnitRun:
+    """One unit on one replica, from its first turn to its commit."""
+
+    def __init__(self, replica: Replica, unit: Unit, trunk_units: dict[str, str], attempts: int):
+        self.replica, self.unit, self.trunk_units, self.attempts = replica, unit, trunk_units, attempts
+        base = replica.setting(unit.part, dict(unit.cells[0].condition) if unit.cells else {})
+        self.writer = UnitWriter(replica.root, unit, base.names)
+        self.by_trunk: dict[str, list[Cell]] = defaultdict(list)
+        for cell in unit.cells:
+            self.by_trunk[cell.trunk].append(cell)
+        self.sums = aggregates.sums(aggregates.build({a.name: a.options for a in replica.config.aggregate}))
+        self.states = {aggregate.name: aggregate.zero() for aggregate in self.sums}
+        self.left = {cell.id: cell for cell in unit.cells}
+        self.left_trunks = {trunk.id: trunk for trunk in unit.trunks if trunk.id not in trunk_units}
+        self.tokens = self.num_held = self.num_failed = 0
+        self.first_error = ""
+
+    def run(self) -> dict[str, Any]:
+        from interlens.rollout import Scheduler
+
+        rows = self.replica.config.cluster.rows
+        self.scheduler = Scheduler(max_live=max(2 * rows, 64), tick=self._tick)
+        try:
+            self._start()
+            for done in self.scheduler:
+                self._finished(done)
+        except Stopped:
+            pass
+        except BaseException:
+            self.writer.abandon()
+            raise
+        finally:
+            self.scheduler.close()
+        return self._close()
+
+    # ---- trunks
+
+    def _start(self) -> None:
+        for trunk in self.unit.trunks:
+            if trunk.id in self.trunk_units:
+                messages = self._read_back(trunk.id)
+                self._branch(self.by_trunk[trunk.id], messages)
+            else:
+                self.scheduler.add(self._play_trunk(trunk), tag=trunk)
+        if not self.unit.trunks:
+            self._branch(list(self.unit.cells), ())
+
+    def _play_trunk(self, trunk: Trunk) -> Generator:
+        setting = self.replica.setting(self.unit.part, dict(trunk.condition))
+        conversation = setting.conversation("trunk", self.unit.items[trunk.item])
+        conversation.key = (trunk.item, trunk.seed)
+        records = yield from self._play(conversation, setting, "trunk")
+        return list(conversation.transcript), records
+
+    def _read_back(self, trunk: str) -> list[Any]:
+        from . import run
+
+        return run.open(self.replica.root).trunk(trunk)
+
+    # ---- cells
+
+    def _branch(self, cells: list[Cell], trunk: Any) -> None:
+        for cell in cells:
+            self.scheduler.add(self._play_cell(cell, trunk), tag=cell)
+
+    def _play_cell(self, cell: Cell, trunk: Any) -> Generator:
+        setting = self.replica.setting(self.unit.part, dict(cell.condition))
+        row = self.unit.items[cell.item]
+        conversation = setting.conversation("branch", row, trunk)
+        conversation.key = (cell.item, cell.trunk_seed, cell.branch_seed)
+        if trunk:
+            conversation.branch_start = len(trunk)
+        if framing := setting.framing(row):
+            conversation.transcript.append(conversation.moderator_name, framing)
+        records = yield from self._play(conversation, setting, "branch")
+        outcomes: dict[str, Any] = {}
+        for analyze in _analyzers(setting.config.scenario.analyzers):
+            outcomes.update(analyze(conversation))
+        return conversation, records, outcomes, len(trunk)
+
+    def _play(self, conversation: Any, setting: Setting, part: Part) -> Generator:
+        records: list[Any] = []
+        for number, speaker in enumerate(setting.speakers(part)):
+            turn = yield from conversation.turn(speaker, **setting.options(part, number, speaker))
+            records += turn.records
+            if turn.message is not None:
+                generated = int(turn.message.metadata.get("n_tokens", 0))
+                self.tokens += generated
+                self.replica.tokens += generated
+        return records
+
+    # ---- outcomes
+
+    def _finished(self, done: Any) -> None:
+        begun = time.monotonic()
+        if isinstance(done.tag, Trunk):
+            self._trunk_done(done)
+        else:
+            self._cell_done(done)
+        self.replica.seconds["writing"] += time.monotonic() - begun
+
+    def _trunk_done(self, done: Any) -> None:
+        trunk, cells = done.tag, self.by_trunk[done.tag.id]
+        self.left_trunks.pop(trunk.id)
+        if done.error is None:
+            messages, records = done.value
+            self.writer.add_trunk(trunk.id, messages, records)
+            self._branch(cells, messages)
+            return
+        error = f"trunk {trunk.id} failed: {_short(done.error)}"
+        self.writer.fail_trunk(trunk.id, _short(done.error), done.traceback or "", self.attempts + 1)
+        for cell in cells:
+            self._fail(cell, error, done.traceback or "")
+
+    def _cell_done(self, done: Any) -> None:
+        cell = done.tag
+        if done.error is not None:
+            self._fail(cell, _short(done.error), done.traceback or "")
+            return
+        conversation, records, outcomes, start = done.value
+        messages = list(conversation.transcript)
+        result = CellResult(
+            cell=cell, item_row=self.unit.items[cell.item], messages=messages, records=records, outcomes=outcomes,
+            num_trunk_messages=start,
+        )  # fmt: skip
+        try:
+            added = self._add_to_sums(result)
+        except Exception as error:
+            self._fail(cell, _short(error), traceback.format_exc())
+            return
+        self.states = added
+        self.writer.add_cell(cell, messages[start:], records, outcomes, start=start)
+        self.left.pop(cell.id)
+        self.num_held += 1
+
+    def _add_to_sums(self, result: CellResult) -> dict[str, Any]:
+        """The states with this cell in all of them, or an exception and no state changed."""
+        changed = {}
+        for aggregate in self.sums:
+            one = aggregate.zero()
+            aggregate.add(one, result)
+            changed[aggregate.name] = aggregate.merge(self.states[aggregate.name], one)
+        return changed
+
+    def _fail(self, cell: Cell, error: str, details: str) -> None:
+        self.writer.fail_cell(cell, error, details, self.attempts + 1)
+        self.left.pop(cell.id)
+        self.num_failed += 1
+        self.first_error = self.first_error or error
+
+    # ---- the end
+
+    def _close(self) -> dict[str, Any]:
+        unit, ack = self.unit, {"unit": self.unit.id, "held": self.num_held, "failed": self.num_failed}
+        done_trunks = len(unit.trunks) - len(self.trunk_units) - len(self.left_trunks)
+        if (self.left or self.left_trunks) and not (self.num_held or self.num_failed or done_trunks):
+            self.writer.abandon()
+            return {**ack, "outcome": "returned"}
+        children = []
+        if self.left or self.left_trunks:
+            children = [part_of(unit, f"{unit.id}.0", set(self.left), self.left_trunks)]
+        for name, state in self.states.items():
+            self.writer.add_sums(name, state)
+        begun = time.monotonic()
+        outcome = self.writer.commit(children=children, counters={"tokens": self.tokens})
+        self.replica.seconds["writing"] += time.monotonic() - begun
+        reach("replica.finished")
+        return {**ack, "outcome": outcome, "children": len(children), "first_error": self.first_error[:300]}
+
+    def _tick(self) -> None:
+        self.replica.ticks[self.unit.id] += 1
+        reach("replica.in_forward")
+        if self.replica.stopping.is_set():
+            raise Stopped
+
+
+def _analyzers(paths: tuple[str, ...]) -> Iterator[Any]:
+    """Functions at import paths from the user's own configuration."""
+    for path in paths:
+        module, _, name = path.partition(":")
+        yield getattr(importlib.import_module(module), name)
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:ERROR_CHARS]
