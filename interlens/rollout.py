@@ -48,7 +48,7 @@ from __future__ import annotations
 import queue
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -76,10 +76,12 @@ class Scheduler:
     """Runs jobs over the engines of their participants. Iterate to run; see the module's docstring.
 
     `max_live`: at most this many jobs are started and unfinished (None: all). `threads`: Asks in flight at once.
+    `tick` is called before every step; what it raises ends the loop, as leaving it early does.
     """
 
-    def __init__(self, *, max_live: int | None = None, threads: int = 16):
+    def __init__(self, *, max_live: int | None = None, threads: int = 16, tick: Callable[[], None] | None = None):
         self.max_live = max_live
+        self._tick = tick
         self._waiting: deque[_Job] = deque()
         self._done: deque[Outcome] = deque()
         self._tickets: dict[int, tuple[Any, Any, _Job]] = {}  # id -> (engine, ticket, job)
@@ -158,6 +160,8 @@ class Scheduler:
 
     def _advance(self) -> None:
         """One step of every engine with requests of ours, then hand out whatever has been answered."""
+        if self._tick is not None:
+            self._tick()
         engines = {id(engine): engine for engine, _, _ in self._tickets.values()}
         moved = [engine.step() for engine in engines.values()]
         ready = [(ref, ticket) for ref, (_, ticket, _) in self._tickets.items() if ticket.reply is not None]

@@ -340,7 +340,8 @@ class Driver:
         self.progress.update(self.snapshot, now=True)
         self.progress.event("stopped", reason=stop.reason, code=stop.code)
         self.progress.complain(f"stopped: {stop.reason}")
-        self.progress.say(f"{self.snapshot.pending} of {self.snapshot.cells} cells are pending; continue with: {_command()}")
+        pending = f"{self.snapshot.pending} of {self.snapshot.cells} cells are pending"
+        self.progress.say(f"{pending}; continue with: {_command()}")
         return stop.code
 
     def _finish(self, fresh: bool) -> int:
@@ -348,9 +349,8 @@ class Driver:
         self._update_totals()
         names = [entry.name for entry in self.config.aggregate]
         missing = [name for name in names if not (self.root / "aggregates" / f"{name}.json").exists()]
-        finished = reader.open(self.root)
         if names and (fresh or missing):
-            aggregates.finalize(finished, {entry.name: dict(entry.options) for entry in self.config.aggregate})
+            aggregates.finalize(reader.open(self.root), {entry.name: dict(entry.options) for entry in self.config.aggregate})
         reach("driver.aggregated")
         self.snapshot.state = "complete"
         self.progress.update(self.snapshot, now=fresh)
@@ -358,7 +358,7 @@ class Driver:
         if not fresh and not missing:
             self.progress.say("nothing to do: this run is complete")
         self.progress.say(f"{self.ledger.num_held} cells committed, {self.ledger.num_failed} failed, in {self.root}")
-        for sentence in aggregates.findings(finished) if names else ():
+        for sentence in aggregates.findings(reader.open(self.root)) if names else ():
             self.progress.say(f"  {sentence}")
         return 3 if self.ledger.num_failed else 0
 

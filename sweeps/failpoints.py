@@ -1,8 +1,8 @@
 """Named points at which a test can kill, stop, hang or break a process, to show that nothing is lost there.
 
-`SWEEPS_FAILPOINTS="writer.before_commit=kill,driver.planned=raise@2"`: at the named point, on its n-th passing (first, if
-not said) in this process, do it. Actions: kill (SIGKILL), stop (SIGSTOP), hang, raise. With `SWEEPS_FAILPOINTS_ONCE=DIR`
-each happens once in all processes together. Unset, a point costs one comparison.
+`SWEEPS_FAILPOINTS="writer.before_commit=kill,driver.planned=raise@2"`: at the named point, on its n-th passing (first,
+if not said) in this process, do it. Actions: kill (SIGKILL), stop (SIGSTOP), hang, raise. With
+`SWEEPS_FAILPOINTS_ONCE=DIR` each happens once in all processes together. Unset, a point costs one comparison.
 """
 
 from __future__ import annotations

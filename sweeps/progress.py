@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,12 @@ class Progress:
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
             from rich.progress import Progress as Bar
 
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rest]}"))
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[rest]}"),
+            )
             self._bar = Bar(*columns)
             self._bar.start()
             self._task = self._bar.add_task(self.root.name, total=snapshot.cells, rest="")
@@ -150,7 +155,9 @@ def status(root: str | Path) -> list[str]:
     holder = lease.latest(root)
     if holder:
         who = f"pid {holder.get('pid')} on {holder.get('host')}"
-        ended = "it ended cleanly" if holder.get("released") else "it is dead" if holder["over"] else "it may be running"
+        ended = (
+            "it ended cleanly" if holder.get("released") else "it is dead" if holder["over"] else "it may be running"
+        )
         lines.append(f"last driver: {who}; {ended}")
     try:
         last = store.read_json(root, "progress.json")
@@ -174,7 +181,9 @@ def _recent_failures(root: Path, count: int = 3) -> list[str]:
         if '"failed"' in line or '"lost"' in line or '"stopped"' in line:
             event = json.loads(line)
             what = event.get("error") or event.get("reason") or ""
-            found.append(f"  {event['time']} {event['event']} {event.get('unit') or event.get('replica') or ''}: {what[:200]}")
+            found.append(
+                f"  {event['time']} {event['event']} {event.get('unit') or event.get('replica') or ''}: {what[:200]}"
+            )
         if len(found) == count:
             break
     return ["latest events:", *reversed(found)] if found else []
@@ -187,7 +196,7 @@ def _planned(root: Path) -> int:
 
 
 def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _duration(seconds: float) -> str:

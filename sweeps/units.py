@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-
 from .ledger import Closed, LedgerError, Needs, Part
 from .plan import Cell, Unit
 from .store import Commit

@@ -1,4 +1,4 @@
-"""Where replicas live. The driver speaks to an `Executor` only; `ray` is many processes and machines, `inline` this one.
+"""Where replicas live. The driver speaks to an `Executor` only: `ray` is many processes and machines, `inline` this.
 
 A replica is started, says it is ready, is given units, acks each or is lost. An executor never retries, restarts or
 decides anything: it reports. Acks are small; data goes from the replica to files.

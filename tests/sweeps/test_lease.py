@@ -12,7 +12,13 @@ import pytest
 
 from sweeps.lease import Held, Lease, latest
 
-HOLD = "import sys, time; from sweeps.lease import Lease; Lease(sys.argv[1], interval_s=0.2).acquire(); print('held', flush=True); time.sleep(60)"
+HOLD = """
+import sys, time
+from sweeps.lease import Lease
+Lease(sys.argv[1], interval_s=0.2).acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
 
 
 def holder(folder):

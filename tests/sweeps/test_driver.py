@@ -1,0 +1,185 @@
+"""Laws of the driver, with a scripted replica in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from sweeps import driver, store
+from sweeps.planfile import PlanFile
+from sweeps.progress import status
+from tests.sweeps.fakes import config, items
+
+FAKE = "tests.sweeps.fakes:FakeReplica"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "run"
+
+
+def ran(folder, what="cell"):
+    """How often each cell (trunk) was run."""
+    path = folder.parent / "ran"
+    lines = path.read_text().split("\n") if path.exists() else []
+    return Counter(line.split()[1] for line in lines if line.startswith(what))
+
+
+def settled(folder):
+    """Every cell of the plan -> the commits that hold it, and those that failed it."""
+    held, failed = Counter(), Counter()
+    for commit in store.list_commits(folder):
+        held.update(commit.cells)
+        failed.update(commit.failed)
+    return held, failed
+
+
+def planned(folder):
+    return set(PlanFile(folder).table(["cell"])["cell"].to_pylist())
+
+
+def run(settings, folder):
+    return driver.run(settings, folder, replica=FAKE)
+
+
+def test_a_run_commits_every_cell_once_and_again_does_nothing(folder, capsys):
+    settings = config(items(7), unit_cells=4)
+    assert run(settings, folder) == 0
+    held, failed = settled(folder)
+    assert set(held) == planned(folder) and set(held.values()) == {1} and not failed
+    before = sorted(p.name for p in (folder / "_commits").iterdir())
+    assert run(settings, folder) == 0
+    assert sorted(p.name for p in (folder / "_commits").iterdir()) == before
+    assert set(ran(folder).values()) == {1}
+    assert "14 of 14 cells committed" in status(folder)[0] and "it ended" in status(folder)[1]
+    assert json.loads((folder / "progress.json").read_text())["state"] == "complete"
+
+
+def test_a_failed_cell_gives_exit_code_3_and_is_tried_again_only_when_asked(folder):
+    settings = config(items(4, i2="raise"))
+    assert run(settings, folder) == 3
+    assert run(settings, folder) == 3
+    held, failed = settled(folder)
+    assert len(held) == 6 and set(failed.values()) == {1} and len(failed) == 2
+    assert run(replace(settings, run=replace(settings.run, retry_failed=True)), folder) == 3
+    assert set(settled(folder)[1].values()) == {2} and len(settled(folder)[0]) == 6
+    assert (folder / "_commits" / "u000001.r.json").exists()
+
+
+def test_another_configuration_is_refused_and_nothing_changes(folder, capsys):
+    assert run(config(items(3)), folder) == 0
+    before = sorted(map(str, folder.rglob("*.json")))
+    assert run(config(items(3)[:2] + [{"id": "other"}]), folder) == 5
+    assert "refused" in capsys.readouterr().err
+    assert [p for p in sorted(map(str, folder.rglob("*.json"))) if "_lease" not in p] == [
+        p for p in before if "_lease" not in p
+    ]
+
+
+def test_an_extended_plan_runs_only_what_is_new_and_keeps_trunks(folder):
+    small = config(items(3), turns=2, seeds=2)
+    assert run(small, folder) == 0
+    trunks, cells = ran(folder, "trunk"), ran(folder)
+    large = config(items(4), turns=2, seeds=3)
+    assert run(large, folder) == 0
+    assert all(ran(folder, "trunk")[t] == 1 for t in trunks) and all(ran(folder)[c] == 1 for c in cells)
+    held, _ = settled(folder)
+    assert set(held) == planned(folder) and set(held.values()) == {1} and len(held) == 12
+
+
+@pytest.mark.parametrize("why", ["fail_fast", "max_failures"])
+def test_failures_stop_the_run_when_asked(folder, why):
+    how = {"on_error": "fail_fast"} if why == "fail_fast" else {"max_failures": 1}
+    settings = config(items(30, i1="raise"), unit_cells=2, **how)
+    assert run(settings, folder) == 4
+    assert len(settled(folder)[0]) < 58
+    assert run(replace(settings, run=config([]).run), folder) == 3
+
+
+def test_max_hours_stops_with_everything_committed_so_far(folder, monkeypatch):
+    monkeypatch.setenv("FAKE_PAUSE_S", "0.05")
+    settings = config(items(40), unit_cells=8, max_hours=0.5 / 3600)
+    assert run(settings, folder) == 4
+    monkeypatch.setenv("FAKE_PAUSE_S", "0")
+    assert run(config(items(40), unit_cells=8), folder) == 0
+    assert set(ran(folder).values()) == {1} and len(ran(folder)) == 80
+
+
+def test_a_replica_that_cannot_load_ends_the_run_in_bounded_time(folder, capsys):
+    settings = config(items(2), cluster={"max_deaths": 2})
+    begun = time.monotonic()
+    assert driver.run(settings, folder, replica="tests.sweeps.fakes:Missing") in (1, 5)
+    assert driver.run(settings, folder, replica="tests.sweeps.test_driver:Broken") == 1
+    assert time.monotonic() - begun < 20
+    assert "no weights here" in capsys.readouterr().err
+
+
+class Broken:
+    def __init__(self, *args, **kwargs):
+        raise OSError("no weights here")
+
+
+COMMAND = """
+import sys
+from sweeps import driver
+from tests.sweeps.fakes import config, items
+sys.exit(driver.run(config(items(20), unit_cells=4, turns=1), sys.argv[1], replica="tests.sweeps.fakes:FakeReplica"))
+"""
+
+
+def command(folder, **env):
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(folder)], env={**os.environ, "FAKE_PAUSE_S": "0.02", **env}, text=True
+    )
+
+
+POINTS = ["driver.leased", "driver.planned", "driver.connected", "driver.dispatched@2", "driver.acked@2",
+          "writer.before_commit@2", "writer.committed@2", "driver.complete", "driver.aggregated"]  # fmt: skip
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_killed_driver_is_continued_by_the_same_command(folder, point):
+    name, _, nth = point.partition("@")
+    killed = command(folder, SWEEPS_FAILPOINTS=f"{name}=kill@{nth or 1}")
+    assert killed.wait(60) == -9
+    before = {commit.unit for commit in store.list_commits(folder)} if (folder / "_commits").exists() else set()
+    again = command(folder, FAKE_PAUSE_S="0")
+    assert again.wait(60) == 0
+    held, failed = settled(folder)
+    assert set(held) == planned(folder) and set(held.values()) == {1} and not failed
+    assert before <= {commit.unit for commit in store.list_commits(folder)}
+    committed_first = {c for commit in store.list_commits(folder) if commit.unit in before for c in commit.cells}
+    assert all(ran(folder)[cell] == 1 for cell in committed_first), "what was committed is not run again"
+
+
+def test_sigterm_hands_the_rest_to_a_child_and_exits_4(folder):
+    process = command(folder, FAKE_PAUSE_S="0.1")
+    deadline = time.monotonic() + 30
+    while not ran(folder) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(30) == 4
+    assert any(commit.children for commit in store.list_commits(folder))
+    assert command(folder, FAKE_PAUSE_S="0").wait(60) == 0
+    assert set(ran(folder).values()) == {1} and set(ran(folder, "trunk").values()) == {1}
+    held, _ = settled(folder)
+    assert set(held) == planned(folder) and set(held.values()) == {1}
+
+
+def test_two_drivers_on_one_folder_the_second_is_refused(folder):
+    first = command(folder, FAKE_PAUSE_S="0.4")
+    deadline = time.monotonic() + 30
+    while not (folder / "run.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    second = command(folder)
+    assert second.wait(60) == 5
+    first.kill()
+    first.wait()
+    assert command(folder, FAKE_PAUSE_S="0").wait(60) == 0
