@@ -160,7 +160,7 @@ def test_a_killed_driver_is_continued_by_the_same_command(folder, point):
 
 
 def test_sigterm_hands_the_rest_to_a_child_and_exits_4(folder):
-    process = command(folder, FAKE_PAUSE_S="0.1")
+    process = command(folder, FAKE_PAUSE_S="0.5")
     deadline = time.monotonic() + 30
     while not ran(folder) and time.monotonic() < deadline:
         time.sleep(0.05)
