@@ -26,7 +26,8 @@ def one_at_a_time(model, prompts, num_tokens: int) -> tuple[int, float]:
         ids = torch.tensor([prompt])
         offset = torch.randn(576, generator=torch.Generator().manual_seed(i)).to(model.dtype)
         handles = [
-            model.model.layers[layer].register_forward_hook(lambda m, a, out, d=offset: out + 0.5 * d) for layer in LAYERS
+            model.model.layers[layer].register_forward_hook(lambda m, a, out, d=offset: out + 0.5 * d)
+            for layer in LAYERS
         ]
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=0.8, top_p=0.95, top_k=0,

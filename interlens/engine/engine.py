@@ -79,6 +79,8 @@ class Engine:
         self._table = Table(self.slabs, self.memory, budget or self._forward.free_columns(), reuse)
         self._collector = Collector(Mover(self._forward.device))
         self._edit_tables = taps.Tables()
+        self.last_logits: Tensor | None = None
+        """Of the rows of the last forward that drew tokens, [rows, vocabulary]."""
         self._waiting: deque[Row] = deque()
         self._lock = threading.RLock()
 
@@ -115,6 +117,15 @@ class Engine:
         """Free parked KV, of these participants or of all."""
         with self._lock:
             self.memory.forget(names)
+
+    @property
+    def live(self) -> list[Row]:
+        """Rows that decode now."""
+        return self._table.live
+
+    def bytes_held(self) -> int:
+        """Bytes of unpooled activations held for rows that are not finished."""
+        return self._collector.bytes_held
 
     def rewind(self) -> None:
         """After an interrupted step (Ctrl-C): every unfinished row starts over from the tokens it has."""
@@ -255,6 +266,7 @@ class Engine:
         """Draw the next token of every row that wants one; a row that wants none has now been fed to its end."""
         if logits is None:
             return
+        self.last_logits = logits
         largest = logits.max(-1).values
         for i in (~torch.isfinite(largest)).nonzero()[:, 0].tolist():
             if rows[i].error is None:

@@ -1,0 +1,411 @@
+"""The engine against what people use today, on the embedded model in bfloat16.
+
+    python benchmarks/engine.py [--only NAME ...] [--threads 2] [--out benchmarks/results/engine.json]
+
+Both sides of each row run in this process, interleaved; medians are compared and ratios printed. `--list` names rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import first
+import numpy as np
+import torch
+
+from interlens.engine.engine import Engine
+from interlens.engine.request import Request, Sampling
+from interlens.engine.sampling import NoiseKey, draw
+from interlens.interp import CaptureSpec, SteeringSpec
+from interlens.loading import load
+
+LAYERS = (8, 16, 24)
+ROWS: dict[str, Callable] = {}
+
+
+def row(function: Callable) -> Callable:
+    ROWS[function.__name__] = function
+    return function
+
+
+class Bench:
+    """The model, some prompts, and how requests are made."""
+
+    def __init__(self):
+        self.model, self.tokenizer = load("smollm2", dtype="bfloat16")
+        self.vocab = self.model.config.vocab_size
+        self.prompts = [self.chat(text) for text in first.QUESTIONS]
+
+    def chat(self, text: str) -> list[int]:
+        messages = [{"role": "user", "content": text}]
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+
+    def text(self, num_tokens: int, seed: int = 0) -> tuple[int, ...]:
+        return tuple(np.random.default_rng(seed).integers(1000, 40000, num_tokens).tolist())
+
+    def requests(self, n: int, lengths, *, steer=False, capture=False, temperature=0.8, prompt=None) -> list[Request]:
+        lengths = [lengths] * n if isinstance(lengths, int) else lengths
+        direction = [torch.randn(576, generator=torch.Generator().manual_seed(i)) for i in range(n)]
+        return [
+            Request(
+                tokens=tuple(prompt or self.prompts[i % len(self.prompts)]),
+                sampling=Sampling(temperature=temperature, top_p=0.95, max_new_tokens=int(lengths[i])),
+                key=(0, i),
+                interventions=(SteeringSpec(direction[i], layers=LAYERS, coef=0.5),) if steer else (),
+                capture=(CaptureSpec(layers=LAYERS),) if capture else (),
+            )
+            for i in range(n)
+        ]
+
+    def run(self, requests: list[Request], rows: int = 32, **settings) -> tuple[float, Engine, list]:
+        engine = Engine(self.model, rows=rows, **settings)
+        start = time.perf_counter()
+        replies = engine.run(requests)
+        seconds = time.perf_counter() - start
+        for reply in replies:
+            if reply.error:
+                raise reply.error
+        return seconds, engine, replies
+
+    def generate(self, prompts, num_tokens: int, sample: bool = True) -> float:
+        """transformers' `generate` of equal-length prompts, to exactly `num_tokens`: seconds."""
+        ids = torch.tensor(prompts)
+        settings = dict(do_sample=True, temperature=0.8, top_p=0.95, top_k=0) if sample else dict(do_sample=False)
+        start = time.perf_counter()
+        out = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, min_new_tokens=num_tokens, pad_token_id=0,
+            **settings,
+        )  # fmt: skip
+        assert out.shape[1] == ids.shape[1] + num_tokens
+        return time.perf_counter() - start
+
+
+def interleaved(repeats: int, *sides: Callable[[], float]) -> list[list[float]]:
+    """Seconds of each side, `repeats` times in turn, after one unmeasured round."""
+    for side in sides:
+        side()
+    times = [[side() for side in sides] for _ in range(repeats)]
+    return [list(values) for values in zip(*times, strict=True)]
+
+
+def median(values) -> float:
+    return statistics.median(values)
+
+
+@row
+def steering_and_capture(bench: Bench) -> dict:
+    """Steered, captured conversations: the engine at 32 and 64 rows against one at a time. Reach 16x and 22x."""
+    num_tokens, result = 32, {}
+    rates = []
+    for _ in range(3):
+        drawn, seconds = first.one_at_a_time(bench.model, bench.prompts[:2], num_tokens)
+        rates.append(drawn / seconds)
+    for n in (32, 64):
+        ours = []
+        for _ in range(3):
+            drawn, seconds = first.batched(bench.model, [bench.prompts[i % 4] for i in range(n)], num_tokens)
+            ours.append(drawn / seconds)
+            drawn, seconds = first.one_at_a_time(bench.model, bench.prompts[:2], num_tokens)
+            rates.append(drawn / seconds)
+        result[f"ratio at {n} rows"] = median(ours) / median(rates)
+        result[f"tokens/s at {n} rows"] = median(ours)
+    return {**result, "tokens/s one at a time": median(rates)}
+
+
+@row
+def interventions_cost(bench: Bench) -> dict:
+    """Time with steering and capture at 3 layers over time without. Reach 1.10, aim 1.03."""
+    on, off = interleaved(
+        7,
+        lambda: bench.run(bench.requests(32, 32, steer=True, capture=True), reuse=False)[0],
+        lambda: bench.run(bench.requests(32, 32), reuse=False)[0],
+    )
+    return {"ratio": median([a / b for a, b in zip(on, off, strict=True)]), "seconds off": median(off)}
+
+
+@row
+def equal_lengths(bench: Bench) -> dict:
+    """`generate` over engine, same batch of 32, no interventions. Reach 0.95, aim above 1."""
+    prompt = bench.prompts[0]
+    sampled = interleaved(
+        3,
+        lambda: bench.run(bench.requests(32, 32, prompt=prompt), reuse=False)[0],
+        lambda: bench.generate([prompt] * 32, 32),
+    )
+    greedy = interleaved(
+        3,
+        lambda: bench.run(bench.requests(32, 32, prompt=prompt, temperature=0), reuse=False)[0],
+        lambda: bench.generate([prompt] * 32, 32, sample=False),
+    )
+    return {
+        "ratio sampled": median(sampled[1]) / median(sampled[0]),
+        "ratio greedy": median(greedy[1]) / median(greedy[0]),
+    }
+
+
+def _geometric(n: int) -> list[int]:
+    lengths = np.random.default_rng(0).geometric(1 / 24, n)
+    return [int(length) for length in np.clip(lengths, 2, 120)]
+
+
+@row
+def ragged(bench: Bench) -> dict:
+    """96 requests of geometric lengths at 32 rows: engine against `generate` in waves of 32. Reach 1.8x."""
+    lengths, prompt = _geometric(96), bench.prompts[0]
+
+    def waves() -> float:
+        return sum(bench.generate([prompt] * 32, max(lengths[i : i + 32])) for i in range(0, 96, 32))
+
+    ours, theirs = interleaved(3, lambda: bench.run(bench.requests(96, lengths, prompt=prompt), reuse=False)[0], waves)
+    return {"ratio": median(theirs) / median(ours), "tokens": sum(lengths), "seconds": median(ours)}
+
+
+@row
+def continuous_batching(bench: Bench) -> dict:
+    """The same 96 requests against transformers' continuous batching, equal token counts asserted. Reach 1.3x."""
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    lengths, prompt = _geometric(96), bench.prompts[0]
+    best: dict = {}
+
+    def theirs(**tuning) -> float:
+        start = time.perf_counter()
+        bench.model.set_attn_implementation("sdpa")
+        manager_settings = ContinuousBatchingConfig(**tuning)
+        config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(lengths))
+        with bench.model.continuous_batching_context_manager(
+            generation_config=config, continuous_batching_config=manager_settings
+        ) as manager:
+            for i, length in enumerate(lengths):
+                manager.add_request(input_ids=list(prompt), request_id=str(i), max_new_tokens=length)
+            done: dict[str, int] = {}
+            while len(done) < len(lengths):
+                out = manager.get_result(timeout=60)
+                if out is None:
+                    raise RuntimeError("continuous batching stopped answering")
+                if out.is_finished():
+                    done[out.request_id] = len(out.generated_tokens)
+        bench.model.set_attn_implementation("sdpa")
+        assert [done[str(i)] for i in range(len(lengths))] == lengths
+        return time.perf_counter() - start
+
+    for tuning in ({}, {"max_batch_tokens": 512}, {"max_batch_tokens": 2048, "num_blocks": 512}):
+        try:
+            best[json.dumps(tuning)] = theirs(**tuning)
+        except (TypeError, ValueError) as error:
+            best[json.dumps(tuning)] = float("inf")
+            print(f"  {tuning}: {error}")
+    chosen = json.loads(min(best, key=lambda key: best[key]))
+    ours = [bench.run(bench.requests(96, lengths, prompt=prompt, temperature=0), reuse=False)[0] for _ in range(3)]
+    others = [theirs(**chosen) for _ in range(2)] + [best[json.dumps(chosen)]]
+    return {"ratio": median(others) / median(ours), "their tuning": chosen, "their seconds": median(others)}
+
+
+@row
+def shared_trunk(bench: Bench) -> dict:
+    """16 branches of a 1 000-token trunk. Reach: prefill = trunk + own tokens, and 4x faster than without sharing."""
+    trunk = bench.text(1000)
+    own = [bench.text(12, seed=i + 1) for i in range(16)]
+
+    def requests():
+        return [
+            Request(tokens=trunk + tail, sampling=Sampling(max_new_tokens=8), key=(0, i)) for i, tail in enumerate(own)
+        ]
+
+    seconds, engine, _ = bench.run(requests())
+    without, _, _ = bench.run(requests(), reuse=False)
+    least = len(trunk) + sum(len(tail) for tail in own)
+    return {"prefill / least": engine.counters["prefill_tokens"] / least, "ratio": without / seconds}
+
+
+@row
+def steered_conversation(bench: Bench) -> dict:
+    """An 8-turn conversation steered from its start: tokens computed over the two final views. Reach 1.02."""
+    from interlens import Conversation
+
+    conversation = Conversation.from_models(
+        (bench.model, bench.model), names=("alice", "bob"), tokenizer=bench.tokenizer,
+        shared_context="Let's debate: is cereal a soup?", max_new_tokens=32,
+    )  # fmt: skip
+    engine = conversation.participant("alice").engine
+    before = dict(engine.counters)
+    spec = SteeringSpec(torch.randn(576, generator=torch.Generator().manual_seed(0)), layers=(16,), coef=0.5)
+    for turn in range(8):
+        conversation.step(turn % 2, steering=spec)
+    computed = sum(engine.counters[k] - before[k] for k in ("prefill_tokens", "decode_tokens", "recomputed_tokens"))
+    last = [m.fed for m in conversation.transcript if m.fed is not None][-2:]
+    views = sum(len(fed.prompt) + len(fed.generated) for fed in last)
+    return {"computed / views": computed / views, "computed": computed, "views": views}
+
+
+@row
+def capture_bytes(bench: Bench) -> dict:
+    """Bytes that records hold over layers x tokens x D x dtype, and the most held meanwhile. Reach 1.2."""
+    engine = Engine(bench.model, rows=32)
+    tickets = [engine.submit(request) for request in bench.requests(32, 24, capture=True)]
+    most = 0
+    while engine.step():
+        most = max(most, engine.bytes_held())
+    records = [record for ticket in tickets for record in ticket.reply.records]
+    needed = sum(record.tensor.numel() * record.tensor.element_size() for record in records)
+    held = sum(record.tensor.untyped_storage().nbytes() for record in records)
+    return {"records / payload": held / needed, "most held meanwhile / payload": most / needed}
+
+
+@row
+def decode_step(bench: Bench) -> dict:
+    """One decode step over its matrix products and attention alone, same shapes and threads. Aim 1.3 at 32 rows."""
+    import torch.nn.functional as functional
+
+    config, result = bench.model.config, {}
+    weights = [p for n, p in bench.model.named_parameters() if p.dim() == 2 and "embed" not in n]
+    head = bench.model.get_input_embeddings().weight
+    width = 64
+    for n in (1, 8, 32, 128):
+        engine = Engine(bench.model, rows=n, reuse=False)
+        requests = bench.requests(n, 1000, prompt=bench.text(width), temperature=0)
+        tickets = [engine.submit(request) for request in requests]
+        while len(engine.live) < n:
+            engine.step()
+        inputs = {size: torch.randn(n, size, dtype=torch.bfloat16) for size in {w.shape[1] for w in weights}}
+        query = torch.randn(n, config.num_key_value_heads, 3, 64, dtype=torch.bfloat16)
+        keys = torch.randn(n, config.num_key_value_heads, width + 16, 64, dtype=torch.bfloat16)
+        mask = torch.zeros(n, 1, 1, width + 16, dtype=torch.bfloat16)
+
+        @torch.no_grad()
+        def bare() -> float:
+            start = time.perf_counter()
+            for weight in weights:
+                functional.linear(inputs[weight.shape[1]], weight)
+            functional.linear(inputs[576], head)
+            for _ in range(config.num_hidden_layers):
+                functional.scaled_dot_product_attention(query, keys, keys, attn_mask=mask)
+            return time.perf_counter() - start
+
+        def step() -> float:
+            start = time.perf_counter()
+            engine.step()
+            return time.perf_counter() - start
+
+        ours, theirs = interleaved(7, step, bare)
+        for ticket in tickets:
+            engine.cancel(ticket)
+        result[f"{n} rows"] = f"{median(ours) * 1e3:.1f} ms, {median(ours) / median(theirs):.2f}x bare"
+    return result
+
+
+@row
+def moe_capture(bench: Bench) -> dict:
+    """Routing and residual capture on the sparse upcycle of the embedded model over none. Reach 1.15."""
+    model, tokenizer = load("smollm2-moe", dtype="bfloat16")
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": first.QUESTIONS[0]}], add_generation_prompt=True
+    )["input_ids"]
+    routed = CaptureSpec(sites=("router", "residual"), layers=LAYERS)
+
+    def run(capture) -> float:
+        requests = [
+            Request(tokens=tuple(prompt), sampling=Sampling(max_new_tokens=12), key=(0, i), capture=capture)
+            for i in range(16)
+        ]
+        start = time.perf_counter()
+        for reply in Engine(model, rows=16, reuse=False).run(requests):
+            if reply.error:
+                raise reply.error
+        return time.perf_counter() - start
+
+    on, off = interleaved(3, lambda: run((routed,)), lambda: run(()))
+    return {"ratio": median([a / b for a, b in zip(on, off, strict=True)]), "seconds off": median(off)}
+
+
+@row
+def sampling_step(bench: Bench) -> dict:
+    """Drawing 32 tokens at top_p 0.95 from real logits over a whole decode step. Reach 10 %."""
+    engine = Engine(bench.model, rows=32, reuse=False)
+    for request in bench.requests(32, 40):
+        engine.submit(request)
+    steps = []
+    for _ in range(24):
+        start = time.perf_counter()
+        engine.step()
+        steps.append(time.perf_counter() - start)
+    logits = engine.last_logits
+    settings = [Sampling(temperature=0.8, top_p=0.95)] * 32
+    seeds = [NoiseKey((0, i)).at(5) for i in range(32)]
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        draw(logits, settings, seeds)
+        times.append(time.perf_counter() - start)
+    return {"share of a step": median(times) / median(steps[3:]), "ms": median(times) * 1e3}
+
+
+@row
+def noise_under_rounding(bench: Bench) -> dict:
+    """Tokens that stay the same between cached decode and prefill of one text: the race against an inverse CDF."""
+    replies = bench.run(bench.requests(16, 48), reuse=False)[2]
+    same_race = same_cdf = total = 0
+    requests = bench.requests(16, 48)
+    engine = Engine(bench.model, rows=16, reuse=False)
+    tickets, decoded = [engine.submit(request) for request in requests], []
+    while any(ticket.reply is None for ticket in tickets):
+        engine.step()
+        decoded.append(engine.last_logits)
+    steps = torch.stack(decoded[:48], 1)  # [row, step, vocab] of cached decode
+    settings = [requests[0].sampling] * 48
+    for i, ticket in enumerate(tickets):
+        ids = list(requests[i].tokens) + list(ticket.reply.tokens)
+        with torch.no_grad():
+            whole = bench.model(torch.tensor([ids])).logits[0, len(requests[i].tokens) - 1 : -1]
+        seeds = [NoiseKey(requests[i].key).at(step) for step in range(48)]
+        a, b = draw(steps[i], settings, seeds).tokens, draw(whole, settings, seeds).tokens
+        same_race += sum(x == y for x, y in zip(a, b, strict=True))
+        uniform = torch.rand(48, 1, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+        c, d = (_inverse_cdf(logits, uniform) for logits in (steps[i], whole))
+        same_cdf += int((c == d).sum())
+        total += 48
+    assert len(replies) == 16
+    return {"race agrees": same_race / total, "inverse CDF agrees": same_cdf / total, "tokens": total}
+
+
+def _inverse_cdf(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Nucleus sampling at 0.8 / 0.95 by inverting the cumulative distribution in vocabulary order."""
+    probs = (logits.double() / 0.8).softmax(-1)
+    ordered = probs.sort(-1, descending=True)
+    last = (ordered.values.cumsum(-1) < 0.95).sum(-1, keepdim=True)
+    probs = probs * (probs >= ordered.values.gather(-1, last))
+    return (probs.cumsum(-1) < uniform * probs.sum(-1, keepdim=True)).sum(-1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", nargs="*", default=list(ROWS))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "engine.json")
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(f"{name:24} {function.__doc__}" for name, function in ROWS.items()))
+        return
+    torch.set_num_threads(options.threads)
+    bench = Bench()
+    results = json.loads(options.out.read_text()) if options.out.exists() else {}
+    for name in options.only:
+        start = time.perf_counter()
+        result = ROWS[name](bench)
+        shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in result.items()}
+        results[name] = {**shown, "threads": options.threads, "machine": platform.processor() or platform.machine()}
+        print(f"{name}: {ROWS[name].__doc__}\n  {shown}  ({time.perf_counter() - start:.0f} s)", flush=True)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
