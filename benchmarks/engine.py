@@ -79,9 +79,13 @@ class Bench:
         settings = dict(do_sample=True, temperature=0.8, top_p=0.95, top_k=0) if sample else dict(do_sample=False)
         start = time.perf_counter()
         out = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, min_new_tokens=num_tokens, pad_token_id=0,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            pad_token_id=0,
             **settings,
-        )  # fmt: skip
+        )
         assert out.shape[1] == ids.shape[1] + num_tokens
         return time.perf_counter() - start
 
@@ -262,43 +266,42 @@ def capture_bytes(bench: Bench) -> dict:
 @row
 def decode_step(bench: Bench) -> dict:
     """One decode step over its matrix products and attention alone, same shapes and threads. Aim 1.3 at 32 rows."""
-    import torch.nn.functional as functional
+    return {f"{n} rows": _decode_step(bench, n) for n in (1, 8, 32, 128)}
 
-    config, result = bench.model.config, {}
-    weights = [p for n, p in bench.model.named_parameters() if p.dim() == 2 and "embed" not in n]
+
+def _decode_step(bench: Bench, n: int) -> str:
+    functional, config, width = torch.nn.functional, bench.model.config, 64
+    weights = [p for name, p in bench.model.named_parameters() if p.dim() == 2 and "embed" not in name]
     head = bench.model.get_input_embeddings().weight
-    width = 64
-    for n in (1, 8, 32, 128):
-        engine = Engine(bench.model, rows=n, reuse=False)
-        requests = bench.requests(n, 1000, prompt=bench.text(width), temperature=0)
-        tickets = [engine.submit(request) for request in requests]
-        while len(engine.live) < n:
-            engine.step()
-        inputs = {size: torch.randn(n, size, dtype=torch.bfloat16) for size in {w.shape[1] for w in weights}}
-        query = torch.randn(n, config.num_key_value_heads, 3, 64, dtype=torch.bfloat16)
-        keys = torch.randn(n, config.num_key_value_heads, width + 16, 64, dtype=torch.bfloat16)
-        mask = torch.zeros(n, 1, 1, width + 16, dtype=torch.bfloat16)
+    engine = Engine(bench.model, rows=n, reuse=False)
+    requests = bench.requests(n, 1000, prompt=bench.text(width), temperature=0)
+    tickets = [engine.submit(request) for request in requests]
+    while len(engine.live) < n:
+        engine.step()
+    inputs = {size: torch.randn(n, size, dtype=torch.bfloat16) for size in {w.shape[1] for w in weights}}
+    query = torch.randn(n, config.num_key_value_heads, 3, 64, dtype=torch.bfloat16)
+    keys = torch.randn(n, config.num_key_value_heads, width + 16, 64, dtype=torch.bfloat16)
+    mask = torch.zeros(n, 1, 1, width + 16, dtype=torch.bfloat16)
 
-        @torch.no_grad()
-        def bare() -> float:
-            start = time.perf_counter()
-            for weight in weights:
-                functional.linear(inputs[weight.shape[1]], weight)
-            functional.linear(inputs[576], head)
-            for _ in range(config.num_hidden_layers):
-                functional.scaled_dot_product_attention(query, keys, keys, attn_mask=mask)
-            return time.perf_counter() - start
+    @torch.no_grad()
+    def bare() -> float:
+        start = time.perf_counter()
+        for weight in weights:
+            functional.linear(inputs[weight.shape[1]], weight)
+        functional.linear(inputs[config.hidden_size], head)
+        for _ in range(config.num_hidden_layers):
+            functional.scaled_dot_product_attention(query, keys, keys, attn_mask=mask)
+        return time.perf_counter() - start
 
-        def step() -> float:
-            start = time.perf_counter()
-            engine.step()
-            return time.perf_counter() - start
+    def step() -> float:
+        start = time.perf_counter()
+        engine.step()
+        return time.perf_counter() - start
 
-        ours, theirs = interleaved(7, step, bare)
-        for ticket in tickets:
-            engine.cancel(ticket)
-        result[f"{n} rows"] = f"{median(ours) * 1e3:.1f} ms, {median(ours) / median(theirs):.2f}x bare"
-    return result
+    ours, theirs = interleaved(7, step, bare)
+    for ticket in tickets:
+        engine.cancel(ticket)
+    return f"{median(ours) * 1e3:.1f} ms, {median(ours) / median(theirs):.2f}x bare"
 
 
 @row
