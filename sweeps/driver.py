@@ -350,9 +350,7 @@ class Driver:
         names = [entry.name for entry in self.config.aggregate]
         missing = [name for name in names if not (self.root / "aggregates" / f"{name}.json").exists()]
         if names and (fresh or missing):
-            aggregates.finalize(
-                reader.open(self.root), {entry.name: dict(entry.options) for entry in self.config.aggregate}
-            )
+            aggregates.finalize(reader.open(self.root))
         reach("driver.aggregated")
         self.snapshot.state = "complete"
         self.progress.update(self.snapshot, now=fresh)

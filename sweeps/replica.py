@@ -113,7 +113,7 @@ class UnitRun:
         self.by_trunk: dict[str, list[Cell]] = defaultdict(list)
         for cell in unit.cells:
             self.by_trunk[cell.trunk].append(cell)
-        self.sums = aggregates.sums(aggregates.build({a.name: a.options for a in replica.config.aggregate}))
+        self.sums = aggregates.sums(aggregates.build(replica.config.aggregate))
         self.states = {aggregate.name: aggregate.zero() for aggregate in self.sums}
         self.left = {cell.id: cell for cell in unit.cells}
         self.left_trunks = {trunk.id: trunk for trunk in unit.trunks if trunk.id not in trunk_units}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .markup import Markup, join, number, tag
 
-WIDTH, HEIGHT = 560, 300
+SIZE = (560, 300)
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 14, 44
 
 
@@ -43,20 +43,21 @@ def chart(
     x_names: Sequence[str] | None = None,
     reference: float | None = None,
     y_range: tuple[float, float] | None = None,
+    size: tuple[int, int] = SIZE,
 ) -> Markup:
     """A chart with axes, grid and legend. `x_names`: levels at x = 0, 1, ...; `reference`: a dashed line at this y."""
     series = [s for s in series if s.points]
     if not series:
         return tag("p", "Nothing to draw.", class_="quiet")
-    frame = _Frame(series, x_names, reference, y_range)
+    frame = _Frame(series, x_names, reference, y_range, size)
     drawn = [_band(s, frame) for s in series if s.band] + [_marks(s, frame) for s in series]
     mark = None
     if reference is not None:
         y = frame.y(reference)
-        mark = tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=_f(y), y2=_f(y), class_="reference")
+        mark = tag("line", x1=LEFT, x2=frame.right, y1=_f(y), y2=_f(y), class_="reference")
     svg = tag(
         "svg", tag("title", title), _axes(frame, x_label, y_label, x_names), mark, *drawn,
-        viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=title, class_="chart",
+        viewBox=f"0 0 {size[0]} {size[1]}", role="img", aria_label=title, class_="chart",
     )  # fmt: skip
     keys = join(tag("span", tag("i", class_=f"key {s.style}"), s.name, class_="legend") for s in series)
     return tag("figure", svg, tag("figcaption", keys if len(series) > 1 else title))
@@ -65,7 +66,8 @@ def chart(
 class _Frame:
     """Scales from data to the drawing."""
 
-    def __init__(self, series, x_names, reference, y_range):
+    def __init__(self, series, x_names, reference, y_range, size):
+        self.right, self.bottom = size[0] - RIGHT, size[1] - BOTTOM
         xs = [p.x for s in series for p in s.points]
         ys = [v for s in series for p in s.points for v in (p.y, p.low, p.high) if v is not None]
         ys += [reference] if reference is not None else []
@@ -75,11 +77,11 @@ class _Frame:
         self.y_ticks = ticks(self.y_low, self.y_high)
 
     def x(self, value: float) -> float:
-        return LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (WIDTH - LEFT - RIGHT)
+        return LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (self.right - LEFT)
 
     def y(self, value: float) -> float:
         value = min(max(value, self.y_low), self.y_high)
-        return HEIGHT - BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (HEIGHT - TOP - BOTTOM)
+        return self.bottom - (value - self.y_low) / (self.y_high - self.y_low) * (self.bottom - TOP)
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -104,13 +106,15 @@ def _axes(frame: _Frame, x_label: str, y_label: str, x_names: Sequence[str] | No
     parts = []
     for tick in frame.y_ticks:
         y = frame.y(tick)
-        parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=_f(y), y2=_f(y), class_="grid"))
+        parts.append(tag("line", x1=LEFT, x2=frame.right, y1=_f(y), y2=_f(y), class_="grid"))
         parts.append(tag("text", number(tick), x=LEFT - 8, y=_f(y + 4), text_anchor="end"))
     named = list(enumerate(x_names)) if x_names else [(tick, number(tick)) for tick in frame.x_ticks]
     for tick, name in named:
-        parts.append(tag("text", name, x=_f(frame.x(tick)), y=HEIGHT - BOTTOM + 18, text_anchor="middle"))
-    middle = (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(tag("text", x_label, x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, text_anchor="middle", class_="label"))
+        parts.append(tag("text", name, x=_f(frame.x(tick)), y=frame.bottom + 18, text_anchor="middle"))
+    middle = (TOP + frame.bottom) / 2
+    parts.append(
+        tag("text", x_label, x=(LEFT + frame.right) / 2, y=frame.bottom + 38, text_anchor="middle", class_="label")
+    )
     turned = f"rotate(-90 14 {middle})"
     parts.append(tag("text", y_label, x=14, y=middle, text_anchor="middle", class_="label", transform=turned))
     return tag("g", *parts, class_="axes")

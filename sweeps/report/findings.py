@@ -84,19 +84,25 @@ def _outcomes(result: dict[str, Any]) -> list[str]:
         pairs = max(level["pairs"] for level in levels)
         where = " (steered there, so it moves by construction)" if response.get("steered_here") else ""
         lines.append(
-            f"{title(response)}{where}: {means}; change from {number(result['baseline'])} in {plural(pairs, 'pair')}: "
-            f"{'; '.join(changes)}."
+            f"{_capital(title(response))}{where}: {means}; change from {number(result['baseline'])} in "
+            f"{plural(pairs, 'pair')}: {'; '.join(changes)}."
         )
     return lines
 
 
 def _told(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """At most six responses: those of participants that were steered, if any were, text first."""
+    """At most six responses, text first: of the participants that were steered, if any were; few projections."""
     responses = [r for r in result["responses"] if any(level["mean"] for level in r["levels"])]
     steered = {r["participant"] for r in responses if r.get("steered_here")}
     if steered:
         responses = [r for r in responses if r.get("participant", r["measure"].rpartition(".")[2]) in steered]
-    return responses[:6]
+    text = [r for r in responses if r["of"] == "text"]
+    projected = [r for r in responses if r["of"] == "projection"]
+    edited = [i for i, r in enumerate(projected) if r["steered_here"]]
+    kept = (
+        projected[edited[0] :][:1] + projected[max(edited[0] + 1, len(projected) - 1) :] if edited else projected[-1:]
+    )
+    return text[:4] + kept
 
 
 def title(response: dict[str, Any]) -> str:
@@ -105,6 +111,10 @@ def title(response: dict[str, Any]) -> str:
         return f"{response['participant']}'s projection on the direction at layer {response['layer']}"
     measure, _, who = response["measure"].partition(".")
     return f"{who}'s {measure}" if who else measure
+
+
+def _capital(line: str) -> str:
+    return line[:1].upper() + line[1:]
 
 
 def _excludes_zero(found: dict[str, float]) -> bool:

@@ -102,7 +102,7 @@ def _auroc_chart(entries: list[dict[str, Any]], heading: str) -> Markup:
     points = [Point(x=x, y=v["value"], low=v["low"], high=v["high"], label=f"layer {x}: {interval(v)}") for x, v in own]
     series = [control("random", "s5"), control("shuffled", "s3")]
     series.append(Series(name="difference of means (95 % interval over groups)", points=points, style="s0"))
-    return chart(series, x_label="layer", y_label="held-out AUROC", title=heading, reference=0.5)
+    return chart(series, x_label="layer", y_label="held-out AUROC", title=heading, reference=0.5, y_range=(0, 1.03))
 
 
 def _direction_table(entries: list[dict[str, Any]]) -> Markup:
@@ -129,18 +129,7 @@ def _outcomes(result: dict[str, Any]) -> list[tuple[str, Markup]]:
     for response in result["responses"]:
         points = []
         for i, level in enumerate(response["levels"]):
-            if level["mean"]:
-                m = level["mean"]
-                label = f"{number(level['level'])}: {interval(m)}, {level['count']} cells"
-                points.append(
-                    Point(
-                        x=float(level["level"]) if numeric else i,
-                        y=m["value"],
-                        low=m["low"],
-                        high=m["high"],
-                        label=label,
-                    )
-                )
+            points.append(_change(level, float(level["level"]) if numeric else i))
             rows.append([title(response), number(level["level"]), level["count"], interval(level["mean"]),
                          interval(level["difference"]), level["pairs"] if level["difference"] else ""])  # fmt: skip
         note = ": steered at this layer, so it moves by construction" if response.get("steered_here") else ""
@@ -148,15 +137,15 @@ def _outcomes(result: dict[str, Any]) -> list[tuple[str, Markup]]:
             tag("p", f"slope per unit: {interval(response['slope'])}", class_="quiet") if response["slope"] else None
         )
         drawn = chart(
-            [Series(name=title(response), points=points, line=numeric)],
-            x_label=result["axis"], y_label=title(response)[:44], title=title(response) + note,
-            x_names=None if numeric else [str(level) for level in levels],
+            [Series(name=title(response), points=[p for p in points if p], line=numeric)],
+            x_label=result["axis"], y_label=f"change from {number(result['baseline'])}", title=title(response) + note,
+            size=(360, 230), reference=0.0, x_names=None if numeric else [str(level) for level in levels],
         )  # fmt: skip
         charts.append(tag("div", drawn, slope))
     head = ["measure", result["axis"], "cells", "mean", f"change from {number(result['baseline'])}, paired", "pairs"]
     explained = tag(
-        "p", "Points are means with 95 % bootstrap intervals over items. Changes compare cells that share item, trunk, "
-        "branch seed and every other axis; they are much sharper than the intervals of the means.",
+        "p", "Each point is the mean change of cells that share item, trunk, branch seed and every other axis, with a "
+        "95 % bootstrap interval over items. The means themselves are under \"numbers\".",
     )  # fmt: skip
     body = join(
         [
@@ -168,8 +157,18 @@ def _outcomes(result: dict[str, Any]) -> list[tuple[str, Markup]]:
     return [(f"Responses along {result['axis']}", body)]
 
 
+def _change(level: dict[str, Any], x: float) -> Point | None:
+    """The paired change at a level; the baseline itself is 0 by definition."""
+    change = level["difference"]
+    if change:
+        label = f"{number(level['level'])}: {interval(change)}, {level['pairs']} pairs"
+        return Point(x=x, y=change["value"], low=change["low"], high=change["high"], label=label)
+    mean = level["mean"]
+    return Point(x=x, y=0.0, label=f"{number(level['level'])}: {interval(mean)}") if mean else None
+
+
 def _failures(run: Any) -> Markup | None:
-    rows = run.table("failures", columns=["cell", "trunk", "error", "traceback", "attempts"]).to_pylist()
+    rows = run.table("failures").to_pylist()
     if not rows:
         return None
     kinds = Counter(row["error"] for row in rows)

@@ -102,7 +102,7 @@ class StoredRun:
         schema = {"messages": MESSAGES, "failures": FAILURES}[name]
         rows = list(self._messages()) if name == "messages" else list(self.failures)
         table = pa.Table.from_pylist(rows, schema=schema)
-        return (table.filter(filter) if filter is not None else table).select(columns)
+        return (table.filter(filter) if filter is not None else table).select(columns or schema.names)
 
     def _messages(self):
         seen = set()
