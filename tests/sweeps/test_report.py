@@ -113,7 +113,7 @@ def test_findings_are_a_few_plain_sentences_with_controls(tmp_path):
     assert 4 <= len(lines) <= 10
     assert lines[0] == "48 of 48 cells finished, over 6 items; none failed."
     told = " ".join(lines)
-    assert "shuffled labels" in told and "random directions" in told and "score" in told
+    assert "shuffled labels" in told and "random directions" in told and "Score" in told
     assert all(line.endswith(".") and re.search(r"\d", line) for line in lines)
 
 
