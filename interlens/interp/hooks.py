@@ -35,7 +35,6 @@ def attached(model: nn.Module, taps: Mapping[tuple[int, str], Tap]) -> Iterator[
         for key, place in places.items():
             attachments.add(place, taps[key], functools.partial(fired.add, key))
         yield
-        attachments.finished = True
     if missing := tuple(key for key in taps if key not in fired):
         error = HookDidNotFire(
             f"never reached in this block: {', '.join(f'{site} at layer {layer}' for layer, site in missing)}. "
@@ -224,6 +223,17 @@ def _attach_call(place: Place, visit, undo) -> None:
         return output
 
     _wrap_forward(place.module, around, undo)
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, around: Callable) -> Iterator[None]:
+    """Within the block, calling `module` calls `around(its own forward, *args, **kwargs)`."""
+    undo: list[Callable[[], None]] = []
+    _wrap_forward(module, around, undo)
+    try:
+        yield
+    finally:
+        undo[0]()
 
 
 def _wrap_forward(module: nn.Module, around, undo) -> None:

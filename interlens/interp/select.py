@@ -104,9 +104,7 @@ class Select:
         if of not in ("prompt", "generated"):
             raise ValueError(f"window of {of!r}; possible: 'prompt', 'generated'")
         if of == "generated" and (start < 0 or stop < 0):
-            raise ValueError(
-                "a window of what was generated cannot count from its end, unknown while generating"
-            )
+            raise ValueError("a window of what was generated cannot count from its end, unknown while generating")
         if (start < 0) == (stop < 0) and start >= stop:
             raise ValueError(f"window({start}, {stop}) can never match: it is empty")
         return cls("window", (int(start), int(stop), of))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -149,20 +150,46 @@ def _submodule(owner: nn.Module, path: str) -> nn.Module | None:
     return owner
 
 
+_REFUSED: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+_DECLARED: WeakKeyDictionary[nn.Module, Family] = WeakKeyDictionary()
+
+
+def refusals(model: nn.Module) -> dict[str, str]:
+    """Sites that this very model broke the contract of (`contracts.verify`), with reasons."""
+    return _REFUSED.setdefault(unwrap(model), {})
+
+
+def _family_of(model: nn.Module) -> Family:
+    """The listed table, or for an unlisted transformers model one found from its declared structure and verified."""
+    family, base = find_family(model) or _DECLARED.get(unwrap(model)), unwrap(model)
+    if family is not None:
+        return family
+    if not hasattr(base, "_can_record_outputs") or not hasattr(base, "get_input_embeddings"):
+        name = getattr(getattr(base, "config", None), "model_type", type(base).__name__)
+        raise UnknownSite(
+            f"no table of sites for the architecture {name!r}, and it declares no structure of its own; listed: "
+            f"{', '.join(sorted(registry()))}; add a file to interlens/interp/families or call register_family"
+        )
+    from .contracts import verify
+    from .declared import declared_family
+
+    _DECLARED[base] = declared_family(base, *_find_decoder(base))
+    try:
+        verify(base)
+    except BaseException:
+        del _DECLARED[base]
+        raise
+    return _DECLARED[base]
+
+
 class Locator:
     """Finds places in one model as it is now. Not kept: adapters may replace modules later."""
 
     def __init__(self, model: nn.Module):
         self.base = unwrap(model)
-        family = find_family(model)
-        if family is None:
-            name = getattr(getattr(self.base, "config", None), "model_type", type(self.base).__name__)
-            raise UnknownSite(
-                f"no table of sites for the architecture {name!r}; listed: {', '.join(sorted(registry()))}; "
-                "add a file to interlens/interp/families or call register_family"
-            )
-        self.family = family
+        self.family = _family_of(model)
         self.config = text_config(model)
+        self.refused = refusals(model)
         self.decoder, name = _find_decoder(model)
         self.layers: list[nn.Module] = list(getattr(self.decoder, name))
 
@@ -175,7 +202,7 @@ class Locator:
 
     def place(self, site: str, layer: int) -> Place | None:
         """Where canonical `site` is at `layer`, or None."""
-        if layer not in self.home(site):
+        if layer not in self.home(site) or site in self.refused:
             return None
         owner = self.decoder if site in ROOT_SITES else self.layers[layer]
         start = self.base if site == "logits" else owner
@@ -184,6 +211,19 @@ class Locator:
             if module is not None and (point.when is None or point.when(self.config)):
                 return Place(layer, site, owner, module, point)
         return None
+
+    def width(self, site: str, layer: int) -> int:
+        """Width of the last axis of a site that is there."""
+        place = self.place(site, layer)
+        assert place is not None
+        if site in _STREAM_SITES:
+            return self.config.hidden_size
+        if site == "logits":
+            return int(self.base.get_output_embeddings().weight.shape[0])
+        if site == "embed":
+            return int(place.module.weight.shape[-1])
+        full = _features(place.module, place.point.end)
+        return full if place.point.columns is None else len(place.point.columns(place.owner, full))
 
     def layers_with(self, site: str) -> tuple[int, ...]:
         return tuple(layer for layer in self.home(site) if self.place(site, layer) is not None)
@@ -211,7 +251,8 @@ def require_site(model: nn.Module, site: str) -> str:
     """Canonical name of a site this model has; UnknownSite lists those it has."""
     name, at = canonical_site(site), Locator(model)
     if not at.layers_with(name):
-        why = f" ({at.family.lacks[name]})" if name in at.family.lacks else ""
+        reason = at.refused.get(name) or at.family.lacks.get(name)
+        why = f" ({reason})" if reason else ""
         raise UnknownSite(f"no site {site!r} for {at.config.model_type!r}{why}; it has: {', '.join(at.sites())}")
     return name
 
@@ -251,18 +292,11 @@ def resolve_layers(model: nn.Module, layers: int | Sequence[int] | None, site: s
 
 def site_width(model: nn.Module, site: str, layer: int = 0) -> int:
     """Width of the last axis of `site` at `layer`."""
-    site = require_site(model, site)
-    place = find_place(model, site, layer % num_layers(model))
-    if place is None:
-        raise UnknownSite(f"layer {layer} has no site {site!r}; layers that have it: {layers_with(model, site)}")
-    if site in _STREAM_SITES:
-        return text_config(model).hidden_size
-    if site == "logits":
-        return int(unwrap(model).get_output_embeddings().weight.shape[0])
-    if site == "embed":
-        return int(place.module.weight.shape[-1])
-    full = _features(place.module, place.point.end)
-    return full if place.point.columns is None else len(place.point.columns(place.owner, full))
+    at, site = Locator(model), require_site(model, site)
+    layer = at.home(site)[0] if site in ROOT_SITES else layer % len(at.layers)
+    if at.place(site, layer) is None:
+        raise UnknownSite(f"layer {layer} has no site {site!r}; layers that have it: {at.layers_with(site)}")
+    return at.width(site, layer)
 
 
 def _features(module: nn.Module, end: str) -> int:

@@ -19,7 +19,7 @@ from interlens.interp.sites import (
 from tests.tiny import FAMILIES, MOE_FAMILIES, tiny, tiny_multimodal, token_ids
 
 NO_MIDDLE = ("opt_post_norm", "gpt_neox", "falcon", "falcon_new")
-NORMED_QUERIES = ("qwen3", "gemma3", "olmo2", "olmoe", "qwen3_moe", "qwen3_next")
+NORMED_QUERIES = ("qwen3", "gemma3", "olmo2", "olmo3", "olmoe", "qwen3_moe", "qwen3_next")
 LATENT = ("deepseek_v2", "deepseek_v3")
 
 

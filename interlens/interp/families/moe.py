@@ -24,11 +24,11 @@ LATENT_LACKS = dict.fromkeys("qkv", "latent attention has no flat q, k and v pro
 
 FAMILIES = (
     Family(
-        model_types=("mixtral", "qwen3_moe", "olmoe", "phimoe", "gpt_oss", "minimax_m2", "qwen3_vl_moe_text"),
+        model_types=("mixtral", "qwen3_moe", "olmoe", "phimoe", "gpt_oss"),
         points={**PRE_NORM, **moe()},
     ),
     Family(model_types=("qwen2_moe",), points={**PRE_NORM, **moe(), **GATED}),
-    Family(model_types=("glm4_moe", "dots1"), points={**PRE_NORM, **moe(), **SHARED}),
+    Family(model_types=("glm4_moe",), points={**PRE_NORM, **moe(), **SHARED}),
     Family(model_types=("deepseek_v2", "deepseek_v3"), points={**LATENT, **moe(), **SHARED}, lacks=LATENT_LACKS),
     Family(
         model_types=("qwen3_next",),

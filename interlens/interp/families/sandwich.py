@@ -14,6 +14,6 @@ GLM4 = {**PRE_NORM, "attn": out("post_self_attn_layernorm"), "mlp": out("post_ml
 
 FAMILIES = (
     Family(model_types=("gemma2", "gemma3_text"), points=GEMMA),
-    Family(model_types=("olmo2", "olmo3", "exaone4"), points=OLMO2),
+    Family(model_types=("olmo2", "olmo3"), points=OLMO2),
     Family(model_types=("glm4",), points=GLM4),
 )
