@@ -68,6 +68,9 @@ def explain(error: Exception) -> str:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     text = " ".join(str(error).split())
+    if "override_grammar" in text:
+        shown = str(error).split("\n")[0].split(": ", 1)[-1]
+        return f"cannot read the override {shown!r}; write key=value, and quote values with blanks or commas"
     missing = re.search(r"Could not find '(\w+)/([^']*)'", text)
     if missing:
         group, given = missing.groups()

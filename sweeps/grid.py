@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .config import AxisConfig, ConfigError, SweepConfig, build, did_you_mean
+from .config import AxisConfig, ConfigError, InterventionConfig, SweepConfig, build, did_you_mean
 
 ROOTS = {
     "framing": "scenario.framing",
@@ -39,22 +41,22 @@ def _leaves(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         path = f"{prefix}{key}"
         if value is None:
             continue
-        if isinstance(value, Mapping) and (path in ("scenario", "models") or _is_section(path, value)):
+        if isinstance(value, Mapping) and _is_section(path, value):
             yield from _leaves(value, f"{path}.")
         else:
             yield path, value
 
 
+_SECTION = re.compile(r"scenario(\.(trunk|branch|participants(\.[^.]+)?))?|models(\.[^.]+)?")
+_EDIT = re.compile(r"intervention(\.\d+)?")
+_EDIT_KEYS = {f.name.rstrip("_") for f in dataclasses.fields(InterventionConfig)}
+
+
 def _is_section(path: str, value: Mapping[str, Any]) -> bool:
     """True where the map below `path` continues the path; a map of named values does not."""
-    head = full_path(path)
-    if head in ("intervention", "scenario.trunk", "scenario.branch", "scenario.participants") or head.startswith(
-        "models"
-    ):
-        return True
-    return head.startswith(("intervention.", "scenario.participants.")) and all(
-        isinstance(v, (list, Mapping)) for v in value.values()
-    ) and head.count(".") < (3 if head.startswith("scenario") else 2)  # fmt: skip
+    if _EDIT.fullmatch(path):
+        return all(key in _EDIT_KEYS or str(key).isdigit() for key in value)
+    return bool(_SECTION.fullmatch(full_path(path)))
 
 
 def _axis(path: str, value: Any) -> AxisConfig:

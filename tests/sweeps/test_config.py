@@ -1,0 +1,167 @@
+"""Laws of the configuration: what is impossible is refused in one line, what is possible has its defaults written out."""
+
+import json
+
+import pytest
+
+from interlens.interp.select import Select
+from sweeps import items
+from sweeps.compose import job_hash
+from sweeps.config import ConfigError, SweepConfig, load
+from sweeps.grid import conditions
+from sweeps.plan import applied
+from sweeps.selection import parse_tokens
+from tests.sweeps import talk
+
+BASE = ["scenario=topics", "scenario.items=[{id: a, topic: x}]"]
+
+
+def test_what_is_loaded_travels_as_plain_values():
+    config = load(["experiment=enthusiasm"])
+    assert SweepConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config.run.dir == "runs/enthusiasm" and config.plan.unit_cells == 32
+    assert [(axis.path, axis.labels) for axis in config.grid] == [("framing", ("warm", "cold"))]
+    assert config.capture[0].participants == ("bob",) and config.capture[1].pool is None
+
+
+@pytest.mark.parametrize(("overrides", "said"), [
+    (["experiment=enthusiasim"], "did you mean 'enthusiasm'"),
+    (["experiment=enthusiasm", "scenario.brunch.turns=3"], "unknown key 'scenario.brunch'; did you mean 'branch'"),
+    (["experiment=enthusiasm", "run.dri=x"], "unknown key 'run.dri'; did you mean 'dir'"),
+    (["experiment=enthusiasm", "scenrio.seed=1"], "unknown key 'scenrio'; did you mean 'scenario'"),
+    (["experiment=enthusiasm", "capture.0.layrs=[1]"], "unknown key 'capture[0].layrs'; did you mean 'layers'"),
+    (["experiment=enthusiasm", "cluster=gpux"], "no cluster 'gpux'; did you mean 'gpu'"),
+    (["experiment=enthusiasm", "cluster.executor=rya"], "possible: ray, inline"),
+    (["experiment=enthusiasm", "scenario.participants.bob.model=smolm2"], "did you mean 'smollm2'"),
+    (["experiment=enthusiasm", "scenario.participants.bob.model=/no/such"], "no such file or folder"),
+    (["experiment=enthusiasm", "capture.0.layers=[30]"], "no layer 30 in 'smollm2' (bob); it has 30, 0 to 29"),
+    (["experiment=enthusiasm", "capture.0.layers=[-31]"], "no layer -31"),
+    (["experiment=enthusiasm", "capture.0.layers=[-1,29]"], "names a layer twice"),
+    (["experiment=enthusiasm", "capture.0.participants=[bop]"], "no participant 'bop'; did you mean 'bob'"),
+    (["experiment=enthusiasm", "capture.0.participants=[]"], "participants is missing; name some of: alice, bob"),
+    (["experiment=enthusiasm", "capture.0.tokens=answr"], "possible: all, prompt"),
+    (["experiment=enthusiasm", "capture.0.tokens=\"window(4, 4)\""], "can never match"),
+    (["experiment=enthusiasm", "capture.0.pool=median"], "possible: null, mean, last, max"),
+    (["experiment=enthusiasm", "capture.0.sites=[residul]"], "no site 'residul'"),
+    (["experiment=enthusiasm", "capture.0.turns=late"], "possible: branch, trunk, all"),
+    ([], "no participants"),
+    (["scenario=topics", "scenario.items=[]"], "no items"),
+    (["scenario=topics", "scenario.items=nowhere.jsonl"], "no file 'nowhere.jsonl'"),
+    ([*BASE, "scenario.participants.moderator={model: smollm2}"], "has the moderator's name"),
+    ([*BASE, "scenario.branch.turns=0"], "at least 1"),
+    ([*BASE, "scenario.branch.turns=many"], "must be a whole number, got 'many'"),
+    ([*BASE, "scenario.branch.seeds=[1,1]"], "names a seed twice"),
+    ([*BASE, "scenario.participants.bob.top_p=1.5"], "must lie in (0, 1]"),
+    ([*BASE, "scenario.analyzers=[os.system]"], "write module:function"),
+    ([*BASE, "grid.framing=[]"], "has no values"),
+    ([*BASE, "grid.cluster.replicas=[1,2]"], "nothing there can make another cell"),
+    ([*BASE, "grid.trunk.seeds=[1,2]"], "seeds are no axis"),
+    ([*BASE, "grid.intervention.coef=[1,2]"], "there are 0 entries"),
+    ([*BASE, "grid.scenario.participants.bob.temprature=[1,2]"], "did you mean 'temperature'"),
+    ([*BASE, "grid.scenario.participants.bob.temperature=[hot]"], "must be a number"),
+    ([*BASE, "grid.scenario.opening=[a,b]"], "acts before the branch point"),
+    ([*BASE, "intervention=steer"], "participants is missing"),
+    ([*BASE, "intervention=steer", "intervention.participants=[bob]"], "direction is missing; possible: run:"),
+    ([*BASE, "intervention=steer", "intervention.participants=[bob]", "intervention.direction=x:y"], "cannot read 'x:y'"),
+    ([*BASE, "intervention=steer", "intervention.participants=[bob]", "intervention.direction=run:no/run:residual:3"],
+     "no run folder 'no/run'"),
+    (["capture=[{}]"], "capture is a group: choose capture=<answer_mean, none>"),
+    (["a b"], "write key=value"),
+    ([*BASE, "inputs.x=1"], "unknown key 'inputs'"),
+])  # fmt: skip
+def test_the_impossible_is_refused_in_one_line(overrides, said):
+    with pytest.raises(ConfigError) as caught:
+        load(overrides)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_defaults_are_written_out(tmp_path):
+    config = talk.config(tmp_path)
+    assert config.capture[0].layers == (1, 3), "counted from the front"
+    alone = talk.config(tmp_path, scenario={**talk.SCENARIO, "participants": {"bob": {"model": "tiny"}}},
+                        capture={"layers": [0]})  # fmt: skip
+    assert alone.capture[0].participants == ("bob",), "the only one there is"
+    aliased = talk.config(tmp_path, capture={"participants": ["bob"], "sites": ["resid_post"]})
+    assert aliased.capture[0].sites == ("residual",)
+
+
+def test_axes_in_every_form(tmp_path):
+    steer = {"kind": "steer", "participants": ["bob"], "direction": "random:1", "layers": [1]}
+    grid = {
+        "framing": {"warm": "w", "cold": "c", "none": None}, "trunk.temperature": [0, 1],
+        "intervention": {"off": None, "on": steer}, "scenario": {"participants": {"bob": {"temperature": [0.5]}}},
+    }  # fmt: skip
+    config = talk.config(tmp_path, grid=grid)
+    assert [axis.path for axis in config.grid] == [
+        "framing", "trunk.temperature", "intervention", "scenario.participants.bob.temperature"
+    ]  # fmt: skip
+    points = list(conditions(config.grid))
+    assert len(points) == 12 and points[0] == {
+        "framing": "warm", "trunk.temperature": 0, "intervention": "off", "scenario.participants.bob.temperature": 0.5
+    }  # fmt: skip
+    under = applied(config, {**points[-1], "framing": "none"})
+    assert under.scenario.framing is None and under.scenario.trunk.temperature == 1.0
+    assert under.intervention[0].direction == "random:1" and under.intervention[0].tokens == "branch"
+    assert under.scenario.participants["bob"].temperature == 0.5
+    nested = talk.config(tmp_path, intervention=steer, grid={"intervention": {"coef": [0, 4], "layers": {"a": [1], "b": [2]}}})
+    assert [(axis.path, axis.labels) for axis in nested.grid] == [
+        ("intervention.coef", (0, 4)), ("intervention.layers", ("a", "b"))
+    ]  # fmt: skip
+    assert applied(nested, {"intervention.layers": "b"}).intervention[0].layers == (2,)
+
+
+@pytest.mark.parametrize(("text", "select"), [
+    ("all", Select.all()), ("answer", Select.phase("answer")), (" prompt | generated ", Select.prompt() | Select.generated()),
+    ("window(0, 8, of=generated)", Select.window(0, 8, of="generated")), ("message(2)", Select.message(2)),
+    ("positions(3, -4)", Select.positions(3, -4)), ("(branch - special)", Select.branch() - Select.special()),
+    ("generated - special | message(0)", (Select.generated() - Select.special()) | Select.message(0)),
+    ("generated(lead=1)", Select.generated(lead=1)),
+])  # fmt: skip
+def test_tokens_are_read(text, select):
+    assert parse_tokens(text) == select
+    again = parse_tokens(str(select).replace("generated(0)", "generated"))
+    assert again == select, "what Select prints is read too"
+
+
+@pytest.mark.parametrize("text", [
+    "__import__('os').system('true')", "answer + prompt", "window", "message('x', 1, 2, 3)", "1", "", "all.x", "phase(answr)",
+    "(" * 500 + "all" + ")" * 500, "message(1) if 1 else all", "positions(10**9)",
+])  # fmt: skip
+def test_tokens_are_never_evaluated(text):
+    with pytest.raises(ConfigError, match="cannot read"):
+        parse_tokens(text)
+
+
+def test_items_in_every_form(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"id": "a", "topic": "x"}, {"id": "1", "topic": "y"}]
+    (tmp_path / "i.jsonl").write_text('{"id": "a", "topic": "x"}\n\n{"topic": "y"}\n')
+    (tmp_path / "i.yaml").write_text("- {id: a, topic: x}\n- {topic: y}\n")
+    pq.write_table(pa.table({"id": ["a", None], "topic": ["x", "y"]}), tmp_path / "i.parquet")
+    for name in ("i.jsonl", "i.yaml", "i.parquet"):
+        assert list(items.read(str(tmp_path / name))) == rows
+    assert list(items.read(({"topic": "x", "id": "a"}, {"topic": "y"}))) == rows
+    for bad, said in ((({"id": 1}, {"id": "1"}), "share the id '1'"), (({"x": float("nan")},), "no NaN"), ((3,), "no mapping"),
+                      (({"x": object()},), "is a object")):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            list(items.read(bad))
+    (tmp_path / "bad.jsonl").write_text("{}\n{\n")
+    with pytest.raises(ConfigError, match="line 2"):
+        list(items.read(str(tmp_path / "bad.jsonl")))
+
+
+def test_columns_fill_texts_and_reach_nothing_else():
+    row = {"id": "a", "topic": "tea", "n": 3}
+    assert items.fill("On {topic}, {n} {{x}}", row, "opening") == "On tea, 3 {x}"
+    assert items.fill(None, row, "opening") is None
+    for text in ("{topics}", "{topic.__class__}", "{topic!r}", "{}", "{topic", "topic}"):
+        with pytest.raises(ConfigError, match="it has: id, topic, n"):
+            items.fill(text, row, "opening")
+
+
+def test_a_jobs_name_follows_its_content():
+    one = job_hash(["++intervention.coef=4", "scenario=a", "run.dir=x", "cluster.replicas=2"])
+    assert one == job_hash(["scenario=a", "intervention.coef=4", "cluster=gpu", "report.transcripts=3"])
+    assert one != job_hash(["scenario=a", "intervention.coef=8"])
