@@ -1,142 +1,410 @@
-"""A conversation: who speaks, what was said, and the next turn."""
+"""A conversation: who speaks, what was said, and the next turn.
+
+Every turn, here or in a rollout, is the same generator (`turns.take`); `step` runs one to its end. Nothing changes
+until a turn is committed: a turn that fails, is denied, or is only a sample leaves the conversation as it was.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import copy
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .errors import UnsupportedIntervention
 from .message import Message
+from .participants.base import Participant
+from .policies.communication import CommunicationPolicy, RoundRobinPolicy
+from .policies.context import ContextPolicy, ErrorPolicy
+from .policies.stopping import StopCondition, condition
+from .policies.templating import fill, needs_row
+from .policies.visibility import ReasoningVisibility
 from .transcript import Transcript
-from .turns import Turn, Work
+from .turns import Capturing, TurnOptions, Work, fit, take
 
 if TYPE_CHECKING:
     from .interp.activation_cache import ActivationCache
-    from .participants.base import Participant
     from .rollout import RolloutReport
     from .views.view import View
+
+Speaker = Participant | str | int
 
 
 class Conversation:
     """Participants, in speaking order, and their transcript.
 
-    `seed` and `key` decide all noise (see `rollout`); `turns_taken` counts committed generated turns; `row` is the data
-    row of a rollout; `stop_reason` says why the last `run` ended; `branch_start` is the index of the first message
-    after the trunk, or None.
+    shared_context: message 0, by the moderator. shared_system_prompt: joins every system prompt. Both, like system
+    prompts and private context, may be a `dataset_field`, a callable of the row, or a tuple of texts and these.
+    reasoning_visibility: "strip", "self_retain" or "shared". seed: of all noise whose participant has none of its own.
+
+    `key` and `turns_taken` are part of the noise too (see `rollout`); `row` is the data row; `stop_reason` says why the
+    last `run` ended; `branch_start` is the index of the first message after the trunk, or None.
     """
 
     def __init__(
-        self,
-        participants: Sequence[Participant],
-        transcript: Transcript | None = None,
-        shared_context: Any = None,
-        shared_system_prompt: Any = None,
-        moderator_name: str = "moderator",
-        context_policy: Any = None,
-        context_limit: int | None = None,
-        reasoning_visibility: str = "strip",
-        message_hooks: Iterable[Any] = (),
-        communication: Any = None,
-        seed: int = 0,
-    ):
+        self, participants: Sequence[Participant], transcript: Transcript | None = None, shared_context: Any = None,
+        shared_system_prompt: Any = None, moderator_name: str = "moderator", context_policy: ContextPolicy | None = None,
+        context_limit: int | None = None, reasoning_visibility: str = "strip", message_hooks: Iterable[Any] = (),
+        communication: CommunicationPolicy | None = None, seed: int = 0,
+    ):  # fmt: skip
         self.participants = list(participants)
         self.transcript = Transcript() if transcript is None else transcript
         self.shared_context = shared_context
         self.shared_system_prompt = shared_system_prompt
         self.moderator_name = moderator_name
-        self.context_policy = context_policy
+        self.context_policy = copy.deepcopy(context_policy) or ErrorPolicy()
         self.context_limit = context_limit
-        self.reasoning_visibility = reasoning_visibility
+        self.reasoning_visibility = ReasoningVisibility(reasoning_visibility)
         self.message_hooks = list(message_hooks)
-        self.communication = communication
+        self.communication = copy.deepcopy(communication) or RoundRobinPolicy()
         self.seed = seed
         self.key: Any = None
         self.turns_taken = 0
         self.row: Mapping[str, Any] | None = None
         self.stop_reason: str | None = None
         self.branch_start: int | None = None
+        self.capturing: list[Capturing] = []
+        """Open `capture` blocks, outermost first."""
+        self.conditions: list[StopCondition] = []
+        """Of the run that is going on."""
+        self._calls = 0  # samples and denied steps since the last commit
+        self._denied_call = 0  # call number of the next step
+        self._fresh = copy.deepcopy((self.communication, self.context_policy))
+        self._check_names()
+        self._open()
 
     @classmethod
     def from_models(
-        cls,
-        models: Sequence[Any],
-        names: Sequence[str] | None = None,
-        *,
-        transcript: Transcript | None = None,
-        shared_context: Any = None,
-        shared_system_prompt: Any = None,
-        moderator_name: str = "moderator",
-        context_policy: Any = None,
-        context_limit: int | None = None,
-        reasoning_visibility: str = "strip",
-        message_hooks: Iterable[Any] = (),
-        communication: Any = None,
-        seed: int = 0,
-        **participant_options: Any,
-    ) -> Conversation:
-        raise NotImplementedError
+        cls, models: Sequence[Any], names: Sequence[str] | None = None, *, transcript: Transcript | None = None,
+        shared_context: Any = None, shared_system_prompt: Any = None, moderator_name: str = "moderator",
+        context_policy: ContextPolicy | None = None, context_limit: int | None = None,
+        reasoning_visibility: str = "strip", message_hooks: Iterable[Any] = (),
+        communication: CommunicationPolicy | None = None, seed: int = 0, **participant_options: Any,
+    ) -> Conversation:  # fmt: skip
+        """A conversation between models: embedded names, hub ids, paths, or loaded models. Equal ids load once.
 
-    def participant(self, which: Participant | str | int) -> Participant:
-        raise NotImplementedError
+        names: default "a", "b", "c", ...; as many as models. participant_options: ModelParticipant's, for all of them.
+        """
+        from .participants.model import participants_of
 
-    def turn(
-        self, speaker: Participant | str | int, *, commit: bool = True, **options: Any
-    ) -> Generator[Work, Any, Turn]:
-        """The next turn as a generator of Work; `rollout.Scheduler` runs many. `options`: fields of TurnOptions."""
-        raise NotImplementedError
+        return cls(
+            participants_of(models, names, participant_options), transcript, shared_context, shared_system_prompt,
+            moderator_name, context_policy, context_limit, reasoning_visibility, message_hooks, communication, seed,
+        )  # fmt: skip
+
+    # -- who ----------------------------------------------------------------------------------------------------------
+    def participant(self, which: Speaker) -> Participant:
+        """A participant by name, by index (negatives from the end), or itself."""
+        names = [p.name for p in self.participants]
+        if isinstance(which, Participant):
+            if which in self.participants:
+                return which
+            which = which.name  # of a sibling branch: our own of that name
+        if isinstance(which, str) and which in names:
+            return self.participants[names.index(which)]
+        if isinstance(which, int) and -len(names) <= which < len(names):
+            return self.participants[which]
+        raise ValueError(
+            f"no participant {which!r}; there are: {', '.join(names)}, or their indices 0 to {len(names) - 1}"
+        )
+
+    def _check_names(self) -> None:
+        names = [p.name for p in self.participants]
+        if not names:
+            raise ValueError("a conversation needs at least one participant")
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two participants are named {name!r}; names must be unique")
+            if name == self.moderator_name:
+                raise ValueError(
+                    f"participant {name!r} has the moderator's name; rename it, or give moderator_name=..."
+                )
+
+    # -- taking turns -------------------------------------------------------------------------------------------------
+    def turn(self, speaker: Speaker, *, commit: bool = True, extra: Sequence[Message] = (), **options: Any):
+        """The next turn as a generator of Work that returns a `Turn`; `rollout.Scheduler` serves many of them.
+
+        options: fields of TurnOptions. commit=False: a sample. extra: messages seen after the transcript (samples).
+        """
+        return take(self, self.participant(speaker), TurnOptions(**options), commit=commit, extra=extra)
 
     def step(
-        self, speaker, *, steering=None, capture=None, patch=None, return_logprobs=False, max_new_tokens=None
-    ) -> Message | None:
-        raise NotImplementedError
+        self, speaker: Speaker, *, steering: Any = None, capture: Any = None, patch: Any = None,
+        return_logprobs: bool = False, max_new_tokens: int | None = None,
+    ) -> Message | None:  # fmt: skip
+        """Commit one turn and return its message; None if a message hook denied it.
+
+        steering: replaces the participant's own, () means none. capture: its records are the message's `records`.
+        """
+        from .rollout import finish
+
+        steps = self.turn(
+            speaker, steering=steering, capture=capture, patch=patch, return_logprobs=return_logprobs,
+            max_new_tokens=max_new_tokens,
+        )  # fmt: skip
+        return finish(steps).message
 
     def run(
-        self, turns: int | None = None, until: Any = None, first: Any = None, prompt: str | None = None
+        self, turns: int | None = None, until: Any = None, first: Speaker | None = None, prompt: str | None = None
     ) -> Transcript:
-        raise NotImplementedError
+        """Take turns until `turns` or a stop condition, whichever comes first; `stop_reason` says which.
 
-    def sample(self, speaker, message=None, *, as_author: str | None = None, **options: Any):
-        raise NotImplementedError
+        first: who begins. prompt: a moderator's message before the first turn.
+        """
+        from .rollout import finish
 
-    def sample_all(self, message=None, *, as_author: str | None = None, **options: Any) -> dict[str, Message]:
-        raise NotImplementedError
+        finish(self.play(turns, until, first, prompt))
+        return self.transcript
 
+    def play(
+        self, turns: int | None = None, until: Any = None, first: Speaker | None = None, prompt: str | None = None
+    ) -> Generator[Work, Any, None]:
+        """`run` as a generator of Work."""
+        if turns is None and until is None:
+            raise ValueError("a run needs an end: give turns=..., until=..., or both")
+        speaker = None if first is None else self.participant(first).name
+        stop = copy.deepcopy(condition(until))  # its state is this run's
+        self.stop_reason, self.conditions = None, [stop] if stop else []
+        if prompt is not None:
+            self.transcript.append(self.moderator_name, prompt)
+        taken, message = 0, None
+        try:
+            while True:
+                self.stop_reason = (stop.check(self, message) if stop else None) or (
+                    f"{taken} turns" if turns is not None and taken >= turns else None
+                )
+                if self.stop_reason:
+                    return
+                name, speaker = speaker or self.communication.next_speaker(self), None
+                message = (yield from self.turn(name)).message
+                taken += 1
+        finally:
+            self.conditions = []
+
+    def sample(
+        self, speaker: Any, message: Message | str | None = None, *, as_author: str | None = None, **options: Any
+    ):
+        """What `speaker` would say next, after `message` by `as_author` (default: the moderator). Nothing is kept.
+
+        A list of speakers gives {name: Message}, each answering on its own. options: those of `step`.
+        """
+        from .rollout import drive
+
+        several = isinstance(speaker, (list, tuple))
+        names = [self.participant(s).name for s in (speaker if several else [speaker])]
+        if isinstance(message, str):
+            message = Message(as_author or self.moderator_name, message)
+        elif message is not None and as_author is not None:
+            message = message.copy(author=as_author)
+        extra = () if message is None else (message,)
+        outcomes = drive(self.turn(name, commit=False, extra=extra, **options) for name in names)
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise outcome.error
+        said = {name: outcome.value.message for name, outcome in zip(names, outcomes, strict=True)}
+        return said if several else said[names[0]]
+
+    def sample_all(self, message: Message | str | None = None, *, as_author: str | None = None, **options: Any):
+        """`sample` of every participant: {name: Message}."""
+        return self.sample([p.name for p in self.participants], message, as_author=as_author, **options)
+
+    # -- called by a turn -----------------------------------------------------------------------------------------------
+    def next_call(self, commit: bool) -> tuple[int, int | None]:
+        """(call number, sample number or None) of a turn that begins. Steps ignore samples, so samples leave no trace."""
+        if commit:
+            if self.shared_context is not None and self.row is None and not self.transcript:
+                self._open(demand=True)
+            return self._denied_call, None
+        self._calls += 1
+        return self._calls, self._calls
+
+    def denied(self) -> None:
+        """A step was denied: the next one gets a call number of its own."""
+        self._calls += 1
+        self._denied_call = self._calls
+
+    def commit(self, message: Message) -> None:
+        """Add what was said in a turn."""
+        message.metadata.setdefault("finish_reason", "stop")
+        self.transcript.append(message)
+        self.turns_taken += 1
+        self._calls = self._denied_call = 0
+        self.communication.spoken(self, message)
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+    @contextmanager
     def capture(
-        self, sites=("residual",), layers=None, offload="cpu", participants=None, **spec: Any
-    ) -> AbstractContextManager[ActivationCache]:
-        raise NotImplementedError
+        self,
+        sites: Any = ("residual",),
+        layers: Any = None,
+        offload: Any = "cpu",
+        participants: Any = None,
+        **spec: Any,
+    ) -> Iterator[ActivationCache]:
+        """An ActivationCache that records every step, run and sample inside the block. Blocks nest.
 
-    def view(self, pov) -> View:
-        raise NotImplementedError
+        participants: names; None records all that can be captured and lists the others in `cache.skipped`.
+        spec: `tokens`, `pool`, `source` of CaptureSpec.
+        """
+        from .interp.activation_cache import ActivationCache, CaptureSpec
 
-    def render_templated(self, pov, *, add_generation_prompt: bool = False, tokenize: bool = False) -> str | list[int]:
-        raise NotImplementedError
+        cache = ActivationCache(offload=offload)
+        wanted = CaptureSpec(sites=sites, layers=layers, offload=offload, **spec)
+        block = self.add_capture(wanted, cache, participants)
+        try:
+            yield cache
+        finally:
+            self.capturing = [b for b in self.capturing if b is not block]
 
+    def add_capture(self, spec: Any, cache: ActivationCache, participants: Any = None) -> Capturing:
+        """Record into `cache` from now on; `capture` is the block that also ends it."""
+        given = self.participants if participants is None else participants
+        given = [self.participant(p) for p in ([given] if isinstance(given, (str, int, Participant)) else given)]
+        cannot = [p.name for p in given if not p.capturable]
+        if participants is not None and cannot:
+            raise UnsupportedIntervention(
+                f"cannot capture {', '.join(cannot)}: only local models can be; those here: "
+                f"{', '.join(p.name for p in self.participants if p.capturable) or 'none'}"
+            )
+        cache.skipped.extend(name for name in cannot if name not in cache.skipped)
+        block = Capturing(spec, cache, frozenset(p.name for p in given if p.capturable))
+        self.capturing.append(block)
+        return block
+
+    def view(self, pov: Speaker) -> View:
+        """What a participant sees: framing, then the transcript with roles swapped."""
+        from .views.view import build
+
+        return build(self, self.participant(pov))
+
+    def render_templated(
+        self, pov: Speaker, *, add_generation_prompt: bool = False, tokenize: bool = False
+    ) -> str | list[int]:
+        """Text or token ids exactly as the participant's model is fed them, tools and thinking flags included.
+
+        With add_generation_prompt, the context policy has its say too, as in a turn.
+        """
+        from .rollout import finish
+        from .turns import TurnRequest
+
+        speaker, view = self.participant(pov), self.view(pov)
+        if not hasattr(speaker, "render"):
+            raise ValueError(
+                f"{speaker.name!r} is a {type(speaker).__name__}: it has no chat template, see conv.view(...)"
+            )
+        if add_generation_prompt:
+            key = (self.seed, self.key, self.turns_taken, 0)
+            request = TurnRequest(options=TurnOptions(), key=key, index=len(self.transcript))
+            view = finish(fit(self, speaker, view, request))
+        rendered = speaker.render(view, generate=add_generation_prompt)
+        return list(rendered.ids) if tokenize else rendered.text
+
+    # -- going elsewhere ----------------------------------------------------------------------------------------------
     def branch(self, seed: int | None = None) -> Conversation:
-        raise NotImplementedError
+        """A conversation that goes on from here. It shares the weights and nothing else.
+
+        It keeps seed and key, so that it is compared with its parent in pairs; with `seed` it draws anew.
+        """
+        other = copy.copy(self)
+        other.participants = [p.clone() for p in self.participants]
+        other.transcript = self.transcript.copy()
+        other.context_policy = copy.deepcopy(self.context_policy)
+        other.communication = copy.deepcopy(self.communication)
+        other.message_hooks = copy.deepcopy(self.message_hooks)
+        other.capturing, other.conditions = [], []
+        if seed is not None:
+            other.seed = seed
+            for p in other.participants:
+                p.seed = None
+        return other
 
     def branch_from(self, ref: int | Message, seed: int | None = None) -> Conversation:
-        raise NotImplementedError
+        """A branch whose last message is `ref`."""
+        index = self.transcript.index_of(ref)
+        other = self.branch(seed)
+        other.rewind(index)
+        return other
 
     def rewind(self, to: int | Message) -> None:
-        raise NotImplementedError
+        """Forget everything after `to`, which stays."""
+        gone = self.transcript[self.transcript.index_of(to) + 1 :]
+        self.transcript.rewind(to)
+        self.turns_taken = max(0, self.turns_taken - sum("finish_reason" in m.metadata for m in gone))
+        self._changed()
 
-    def edit(self, ref, content: str | None = None, author: str | None = None, **metadata: Any) -> Message:
-        raise NotImplementedError
+    def edit(
+        self, ref: int | Message, content: str | None = None, author: str | None = None, **metadata: Any
+    ) -> Message:
+        """Change one message in place; another text or author forgets its recorded tokens."""
+        message = self.transcript.edit(ref, content, author, **metadata)
+        self._changed()
+        return message
 
     def reset(self) -> None:
-        raise NotImplementedError
+        """Back to the opening: no message but the shared context, no state in any policy."""
+        self.transcript[:] = []
+        self.turns_taken, self.stop_reason, self.branch_start = 0, None, None
+        self.communication, self.context_policy = copy.deepcopy(self._fresh)
+        self._changed()
+        self._open()
+
+    def _changed(self) -> None:
+        self._calls = self._denied_call = 0
+        self.communication.rewound(self)
+
+    def _open(self, demand: bool = False) -> None:
+        """Message 0, as soon as it can be filled."""
+        if self.shared_context is None or (self.row is None and needs_row(self.shared_context) and not demand):
+            return
+        opening = Message(self.moderator_name, fill(self.shared_context, self.row))
+        first = self.transcript[0] if self.transcript else None
+        if first is None or (first.author, first.content) != (opening.author, opening.content):
+            self.transcript.insert(0, opening)
+
+    # -- many, and for later ------------------------------------------------------------------------------------------
+    def with_row(self, row: Mapping[str, Any] | None) -> Conversation:
+        """A branch whose texts are filled from `row`."""
+        other = self.branch()
+        other.row = row
+        if row is not None and needs_row(self.shared_context):
+            if self.row is not None and other.transcript:
+                del other.transcript[0]
+            other._open()
+        return other
 
     def rollout(
-        self, n: int | None = None, *, data=None, seed: int | None = None, turns: int | None = None, until: Any = None,
-        analyzer: Callable[[Conversation], dict] | None = None, capture: Any = None,
+        self, n: int | None = None, *, data: Any = None, seed: int | None = None, turns: int | None = None,
+        until: Any = None, analyzer: Callable[[Conversation], dict] | None = None, capture: Any = None,
     ) -> RolloutReport:  # fmt: skip
-        raise NotImplementedError
+        """Many conversations that go on from here, together. This one does not change.
+
+        data: rows (dicts), one conversation each; with `n`, the first n, beginning again after the last. seed: the
+        conversations' seed; conversation i has the key i. analyzer(conversation) -> dict of numbers and strings.
+        capture: CaptureSpecs; each result has its own cache.
+        """
+        from .rollout import rollout
+
+        return rollout(self, n, data=data, seed=seed, turns=turns, until=until, analyzer=analyzer, capture=capture)
 
     def save(self, directory: str | Path) -> None:
-        raise NotImplementedError
+        """Write everything but weights into a folder, atomically."""
+        from .saving import save
+
+        save(self, Path(directory))
+
+    def needs(self) -> dict[str, str]:
+        """Participant -> what it needs that is not saved with a conversation: a model, an API key."""
+        from .saving import needs
+
+        return needs(self)
 
     @classmethod
     def load(cls, directory: str | Path, allow: Iterable[str] = ()) -> Conversation:
-        raise NotImplementedError
+        """Read a saved conversation; weights load when first needed, and nothing in the folder is executed.
+
+        allow: import paths ("package.module:Name") of custom participants, policies, hooks and tools it may use.
+        """
+        from .saving import load
+
+        return load(cls, Path(directory), allow)

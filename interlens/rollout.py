@@ -46,14 +46,20 @@ the loop early (or `close()`) cancels what is in flight.
 from __future__ import annotations
 
 import queue
+import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from .turns import Ask, Generate, Steps
+from .turns import Ask, Generate, Steps, as_tuple
+
+if TYPE_CHECKING:
+    from .conversation import Conversation
+    from .interp.activation_cache import ActivationCache
+    from .transcript import Transcript
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +184,8 @@ class Scheduler:
             block = False
             self._asking -= 1
             self._resume(job, value, error)
+        if block and not self._asking and self._tickets:
+            time.sleep(0.0002)  # somebody else is stepping our engine
 
 
 def drive(jobs: Iterable[Steps], *, max_live: int | None = None, threads: int = 16) -> list[Outcome]:
@@ -194,3 +202,115 @@ def finish(steps: Steps) -> Any:
     if outcome.error is not None:
         raise outcome.error
     return outcome.value
+
+
+# -- conversations ----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class RolloutResult:
+    """One conversation of a rollout. With `error` set, `transcript` holds the turns before it."""
+
+    index: int
+    row: Mapping[str, Any] | None
+    conversation: Conversation
+    analysis: dict[str, Any] | None = None
+    error: BaseException | None = None
+    traceback: str | None = None
+    cache: ActivationCache | None = None
+
+    @property
+    def transcript(self) -> Transcript:
+        return self.conversation.transcript
+
+    @property
+    def stop_reason(self) -> str | None:
+        return "error" if self.error is not None else self.conversation.stop_reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutReport:
+    """What became of every conversation, in order."""
+
+    results: list[RolloutResult] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[RolloutResult]:
+        return [r for r in self.results if r.error is not None]
+
+    def transcripts(self) -> list[Transcript]:
+        return [r.transcript for r in self.results]
+
+    def analyses(self) -> list[dict[str, Any] | None]:
+        """What the analyzer gave; None for a failed conversation."""
+        return [r.analysis for r in self.results]
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    def __iter__(self) -> Iterator[RolloutResult]:
+        return iter(self.results)
+
+
+def rollout(
+    conversation: Conversation, n: int | None = None, *, data: Iterable[Mapping[str, Any]] | None = None,
+    seed: int | None = None, turns: int | None = None, until: Any = None,
+    analyzer: Callable[[Conversation], dict] | None = None, capture: Any = None,
+) -> RolloutReport:  # fmt: skip
+    """See `Conversation.rollout`."""
+    rows = None if data is None else [dict(row) for row in data]
+    if rows is not None and not rows:
+        raise ValueError("data has no rows")
+    if n is None and rows is None:
+        raise ValueError("how many conversations? give n=..., data=[...], or both")
+    count = len(rows or ()) if n is None else n
+    made = []
+    for i in range(count):
+        other = conversation.with_row(rows[i % len(rows)] if rows else conversation.row)
+        other.key = i
+        if seed is not None:
+            other.seed = seed
+        made.append(other)
+    return run(made, turns=turns, until=until, analyzer=analyzer, capture=capture)
+
+
+def run(
+    conversations: Sequence[Conversation], *, turns: int | None = None, until: Any = None,
+    analyzer: Callable[[Conversation], dict] | None = None, capture: Any = None, max_live: int | None = None,
+) -> RolloutReport:  # fmt: skip
+    """Run several conversations together, each as `conversation.run(turns, until)` would. One that fails fails alone.
+
+    capture: CaptureSpecs, for every participant that can be captured; each result has its own cache.
+    """
+    if turns is None and until is None:
+        raise ValueError("a run needs an end: give turns=..., until=..., or both")
+    caches = [_begin_capture(c, capture) for c in conversations]
+    outcomes = drive((_analyzed(c, turns, until, analyzer) for c in conversations), max_live=max_live)
+    results = []
+    for i, (conversation, outcome, (cache, blocks)) in enumerate(zip(conversations, outcomes, caches, strict=True)):
+        conversation.capturing = [b for b in conversation.capturing if b not in blocks]
+        results.append(
+            RolloutResult(
+                index=i, row=conversation.row, conversation=conversation, analysis=outcome.value, error=outcome.error,
+                traceback=outcome.traceback, cache=cache,
+            )
+        )  # fmt: skip
+    return RolloutReport(results=results)
+
+
+def _begin_capture(conversation: Conversation, capture: Any) -> tuple[ActivationCache | None, list]:
+    specs = as_tuple(capture)
+    if not specs:
+        return None, []
+    from .interp.activation_cache import ActivationCache
+
+    cache = ActivationCache(offload=specs[0].offload)
+    return cache, [conversation.add_capture(spec, cache) for spec in specs]
+
+
+def _analyzed(conversation: Conversation, turns: int | None, until: Any, analyzer: Any) -> Steps:
+    yield from conversation.play(turns, until)
+    if analyzer is None:
+        return None
+    found = analyzer(conversation)
+    if not isinstance(found, Mapping) or not all(isinstance(v, (str, int, float)) for v in found.values()):
+        raise TypeError(f"an analyzer gives a dict of numbers and strings, not {found!r}")
+    return dict(found)

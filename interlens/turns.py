@@ -9,17 +9,21 @@ an error, are thrown into the generator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from .errors import UnsupportedIntervention
 from .message import Message
 
 if TYPE_CHECKING:
+    from .conversation import Conversation
     from .engine.request import Request
-    from .interp.activation_cache import ActivationRecord, CaptureSpec
+    from .interp.activation_cache import ActivationCache, ActivationRecord, CaptureSpec
     from .interp.intervention import Intervention
     from .participants.base import Participant
+    from .views.view import View
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,9 @@ class Ask:
     participant: Participant
     call: Callable[[], Any]
 
+
+UNLAYERED = ("embed", "final_norm", "logits")
+"""Sites that `layers=` does not filter."""
 
 Work = Generate | Ask
 Steps = Generator[Work, Any, Any]
@@ -76,4 +83,137 @@ class TurnRequest:
     """(seed, conversation key, generated turns so far, call): decides all noise of the turn."""
     index: int
     """Transcript index the message will have."""
-    sampling_seed: int | None = None
+
+
+@dataclass(eq=False)
+class Capturing:
+    """One `conv.capture` block that is open."""
+
+    spec: CaptureSpec
+    cache: ActivationCache
+    names: frozenset[str]
+    """The participants it records."""
+
+
+def as_tuple(value: Any) -> tuple:
+    """One spec or a sequence of them, as a tuple; None is ()."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def take(
+    conversation: Conversation,
+    speaker: Participant,
+    options: TurnOptions,
+    *,
+    commit: bool,
+    extra: Sequence[Message] = (),
+) -> Generator[Work, Any, Turn]:
+    """One turn of `speaker`. `extra`: messages that are seen as if they came after the transcript (for samples)."""
+    from .policies.hooks import review
+    from .policies.stopping import least
+    from .views.view import build
+
+    refuse(speaker, options)
+    index = len(conversation.transcript) + len(extra)
+    call, sample = conversation.next_call(commit)
+    key = (
+        conversation.seed if speaker.seed is None else speaker.seed,
+        conversation.key,
+        conversation.turns_taken,
+        call,
+    )
+    limit = least((options.max_new_tokens, *(c.turn_limit(conversation) for c in conversation.conditions)))
+    if limit is not None:
+        own = getattr(speaker, "max_new_tokens", None) if options.max_new_tokens is None else options.max_new_tokens
+        options = replace(options, max_new_tokens=least((limit, own)))
+    blocks = [b for b in conversation.capturing if speaker.name in b.names]
+    asked = as_tuple(options.capture)
+    specs = tuple(dict.fromkeys((*asked, *(b.spec for b in blocks))))
+    request = TurnRequest(options=replace(options, capture=specs), key=key, index=index)
+    view = yield from fit(conversation, speaker, build(conversation, speaker, extra), request)
+    message = yield from speaker.turn(view, request)
+    if not isinstance(message, Message) or message.author != speaker.name:
+        raise TypeError(f"{speaker!r} must answer with a Message of its own, not {message!r}")
+    records = list(message.records)
+    message = message.copy(records=())
+    if commit:
+        message = review(conversation.message_hooks, message, conversation)
+        if message is None:
+            conversation.denied()
+            return Turn(message=None, index=index)
+    for record in records:
+        record.participant, record.message_idx, record.sample = speaker.name, index, sample
+    if records:
+        parts = dict(zip(specs, by_spec(records, specs, getattr(speaker, "num_layers", None)), strict=True))
+        for block in blocks:
+            block.cache.add_batch(parts[block.spec])
+        message.records = tuple(r for spec in dict.fromkeys(asked) for r in parts[spec])
+    if commit:
+        conversation.commit(message)
+    return Turn(message=message, index=index, records=records)
+
+
+def refuse(speaker: Participant, options: TurnOptions) -> None:
+    """Raise UnsupportedIntervention where this participant cannot serve what is asked of it."""
+    if speaker.capturable:
+        return
+    asked = {
+        "capture": as_tuple(options.capture), "steering": as_tuple(options.steering),
+        "patch": as_tuple(options.patch), "logprobs": options.return_logprobs,
+    }  # fmt: skip
+    wanted = [name for name, value in asked.items() if value]
+    if wanted:
+        raise UnsupportedIntervention(
+            f"{', '.join(wanted)} asked of {speaker.name!r}, a {type(speaker).__name__}, whose inside cannot be reached; "
+            "only local models can: drop it, or make this participant a ModelParticipant"
+        )
+
+
+def fit(conversation: Conversation, speaker: Participant, view: View, request: TurnRequest) -> Steps:
+    """The view, made to fit the context limit by the conversation's policy."""
+    from .policies.context import Room
+
+    limits = (conversation.context_limit, getattr(speaker, "context_limit", None))
+    limit = min((n for n in limits if n is not None), default=None)
+    if not hasattr(speaker, "count_tokens"):
+        return view
+    budget = request.options.max_new_tokens
+    room = Room(
+        count=speaker.count_tokens, limit=limit if limit is not None else sys.maxsize, participant=speaker,
+        budget=speaker.max_new_tokens if budget is None else budget, request=request, conversation=conversation,
+    )  # fmt: skip
+    return (yield from conversation.context_policy.fit(view, room))
+
+
+def by_spec(
+    records: list[ActivationRecord], specs: Sequence[CaptureSpec], num_layers: int | None
+) -> list[list[ActivationRecord]]:
+    """The records of each spec. An engine gives, in the order of specs, one record per spec, layer and site."""
+    from .interp.sites import canonical_site
+
+    found: list[list[ActivationRecord]] = [[] for _ in specs]
+    seen: dict[tuple, int] = {}
+    sites = [{canonical_site(site) for site in spec.sites} for spec in specs]
+    layers = [_layers_of(spec, num_layers) for spec in specs]
+    for record in records:
+        takers = [
+            n for n, spec in enumerate(specs)
+            if record.site in sites[n] and record.pool == spec.pool and record.selection == str(spec.tokens)
+            and (layers[n] is None or record.site in UNLAYERED or record.layer in layers[n])
+        ]  # fmt: skip
+        key = (record.site, record.layer, record.pool, record.selection)
+        if takers:
+            found[takers[min(seen.get(key, 0), len(takers) - 1)]].append(record)
+        seen[key] = seen.get(key, 0) + 1
+    return found
+
+
+def _layers_of(spec: CaptureSpec, num_layers: int | None) -> set[int] | None:
+    from .interp.sites import split_name
+
+    named = {layer for _, layer in map(split_name, spec.sites) if layer is not None}
+    if named or spec.layers is None:
+        return named or None
+    return {n + num_layers if n < 0 and num_layers else n for n in spec.layers}

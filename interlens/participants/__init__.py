@@ -2,5 +2,6 @@
 
 from .base import Participant
 from .model import AutoModelParticipant, ModelParticipant
+from .scripted import HumanParticipant, ScriptedParticipant
 
-__all__ = ["AutoModelParticipant", "ModelParticipant", "Participant"]
+__all__ = ["AutoModelParticipant", "HumanParticipant", "ModelParticipant", "Participant", "ScriptedParticipant"]

@@ -45,5 +45,9 @@ class Participant:
         """A copy for another conversation: weights are shared, settings and state are not."""
         return copy.deepcopy(self)
 
+    def needs(self) -> str:
+        """What it needs that cannot be saved with it; "" for nothing."""
+        return ""
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"

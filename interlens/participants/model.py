@@ -2,38 +2,365 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from ..message import Fed, Message
+from ..reasoning import Markers, phases_of, split_reply
+from ..turns import Ask, Generate, Steps, TurnOptions, TurnRequest, as_tuple
 from .base import Participant
 
 
 class ModelParticipant(Participant):
-    """A local model. Build with `AutoModelParticipant.from_pretrained` (lazy) or `.from_model`; pickles without weights.
+    """A local model. Build with `AutoModelParticipant`; settings are plain attributes and may be changed.
 
-    `engine` is the engine of its model (loading it on first use). Settings are plain attributes and may be changed.
+    temperature (0: greedy), top_p, top_k, max_new_tokens: sampling. seed: None takes the conversation's.
+    thinking: "auto" (the template decides), True or False (its `enable_thinking`), or a pair of texts (opening,
+        closing) for a model whose markers are not known from its template.
+    tools: functions or `Tool`s; at most `max_tool_iters` rounds of calls a turn.
+    steering: in force in every turn that does not bring its own. adapter: a PEFT adapter folder.
     """
 
     capturable = True
 
     def __init__(
-        self, name: str, *, temperature: float = 0.8, top_p: float | None = 0.95, top_k: int | None = None,
-        max_new_tokens: int = 512, seed: int | None = None, thinking: Any = "auto", tools: tuple = (),
-        max_tool_iters: int = 4, steering: Any = None, adapter: str | None = None, system_prompt: Any = None,
-        private_context: tuple = (), source: Any = None, model: Any = None, tokenizer: Any = None, engine: Any = None,
+        self, name: str, weights: Weights, *, temperature: float = 0.8, top_p: float | None = 0.95,
+        top_k: int | None = None, max_new_tokens: int = 512, seed: int | None = None,
+        thinking: bool | str | tuple[str, str] = "auto", tools: Any = (), max_tool_iters: int = 4, steering: Any = None,
+        adapter: str | None = None, system_prompt: Any = None, private_context: tuple = (),
     ):  # fmt: skip
         super().__init__(name, system_prompt=system_prompt, private_context=private_context, seed=seed)
-        raise NotImplementedError
+        from ..tools import as_tools
+
+        if isinstance(thinking, (list, tuple)):
+            thinking = (str(thinking[0]), str(thinking[1]))
+        elif thinking not in ("auto", True, False):
+            raise ValueError(f"thinking is 'auto', True, False or a pair of marker texts, not {thinking!r}")
+        self.weights = weights
+        self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
+        self.max_new_tokens = max_new_tokens
+        self.thinking = thinking
+        self.tools = as_tools(tools)
+        self.max_tool_iters = max_tool_iters
+        self.steering = steering
+        self.adapter = adapter
+
+    # -- what it runs on --------------------------------------------------------------------------------------------
+    @property
+    def model(self) -> Any:
+        return self.weights.get(self.adapter).model
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.weights.get(self.adapter).tokenizer
+
+    @property
+    def engine(self) -> Any:
+        """The engine of its model, shared by everybody who uses that model."""
+        return self.weights.engine(self.adapter)
+
+    @property
+    def template(self):
+        from ..views.template import template_of
+
+        return template_of(self.tokenizer)
+
+    @property
+    def context_limit(self) -> int | None:
+        """Tokens the model can attend to; None if its configuration does not say."""
+        config = getattr(self.model, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        return getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+
+    @property
+    def num_layers(self) -> int | None:
+        """Decoder layers."""
+        from ..interp.sites import num_layers
+
+        return None if self.model is None else num_layers(self.model)
+
+    def count_tokens(self, view: Any) -> int:
+        """Prompt tokens of a view."""
+        return len(self.render(view).ids)
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a reply: the model's and the tokenizer's end of text, and the template's end of turn."""
+        config = getattr(self.model, "generation_config", None)
+        ends = [getattr(config, "eos_token_id", None), self.tokenizer.eos_token_id]
+        ids = [i for end in ends if end is not None for i in (end if isinstance(end, (list, tuple)) else [end])]
+        known = self.tokenizer.get_added_vocab()
+        ids += [known[text] for text in ("<|call|>", "<|return|>", "<|eom_id|>") if text in known]
+        return tuple(sorted({*ids, *self.template.end_of_turn}))
+
+    @property
+    def _thinking_flag(self) -> bool | None:
+        return self.thinking if isinstance(self.thinking, bool) else None
+
+    def markers(self) -> Markers | None:
+        """How its replies open and close reasoning."""
+        texts = self.thinking if isinstance(self.thinking, tuple) else None
+        return self.template.reply_markers(self._thinking_flag, texts)
+
+    def render(self, view: Any, generate: bool = True):
+        """The view as this model is fed it (a `views.Rendered`)."""
+        from ..views.render import render
+
+        return render(view, self.template, generate=generate, thinking=self._thinking_flag, markers=self.markers())
+
+    def clone(self) -> ModelParticipant:
+        other = copy.copy(self)
+        other.private_context = tuple(self.private_context)
+        return other
+
+    def needs(self) -> str:
+        adapter = f" with adapter {self.adapter!r}" if self.adapter else ""
+        return f"model {self.weights.source or '(an unnamed loaded model)'!r}{adapter}"
+
+    # -- a turn -----------------------------------------------------------------------------------------------------
+    def turn(self, view: Any, request: TurnRequest) -> Steps:
+        from ..tools import ToolRegistry, family_of
+
+        registry, trail, prompt_view = ToolRegistry(view.tools), [], view
+        family = family_of(self.template.source, self.template.takes_tools) if view.tools else None
+        for round_ in range(self.max_tool_iters + 1 if view.tools else 1):
+            made = yield from self._generate(prompt_view, request, round_)
+            text, calls = made.rest(family)
+            if not calls or round_ == self.max_tool_iters:
+                break
+            results = []
+            for call in calls:
+                result, failed = yield Ask(participant=self, call=lambda call=call: registry.run(call))
+                entry = {"name": call.name, "arguments": dict(call.arguments), "result": result, "is_error": failed}
+                results.append(entry)
+            trail.append({"raw_completion": made.raw, "n_tokens": len(made.reply.tokens), "calls": results})
+            prompt_view = prompt_view.with_messages([*prompt_view, *made.as_view(results)])
+        return made.message(text, trail, "tool" if calls else made.reply.finish_reason)
+
+    def _generate(self, view: Any, request: TurnRequest, round_: int) -> Steps:
+        from ..engine.request import Request, Sampling
+
+        rendered, options = self.render(view), request.options
+        sampling = Sampling(
+            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, stop_ids=self.stop_ids(),
+            max_new_tokens=budget(self, options),
+        )  # fmt: skip
+        key = request.key if round_ == 0 else (*request.key[:3], [request.key[3], round_])
+        adapter = self.weights.get(self.adapter).adapter if self.adapter else None
+        asked = Request(
+            tokens=rendered.ids, sampling=sampling, key=key, adapter=adapter, layout=rendered.layout, keep=self.name,
+            interventions=(*as_tuple(options.patch), *self.steerings(options)), capture=as_tuple(options.capture),
+            logprobs=options.return_logprobs,
+        )  # fmt: skip
+        reply = yield Generate(participant=self, request=asked)
+        if reply.error is not None:
+            raise reply.error
+        return _Made(participant=self, request=request, asked=asked, reply=reply, template=self.template)
+
+    def steerings(self, options: TurnOptions) -> tuple:
+        """What steers this turn: its own, else the participant's."""
+        return as_tuple(self.steering if options.steering is None else options.steering)
+
+
+def budget(participant: ModelParticipant, options: TurnOptions) -> int:
+    """At most so many new tokens."""
+    return participant.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """One generation, and what it becomes."""
+
+    participant: ModelParticipant
+    request: TurnRequest
+    asked: Any
+    reply: Any
+    template: Any
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return tuple(self.reply.phases) or phases_of(self.reply.tokens, self.asked.layout.markers)
+
+    @property
+    def fed(self) -> Fed:
+        return Fed(
+            prompt=self.asked.tokens, generated=tuple(self.reply.tokens), phases=self.phases, layout=self.asked.layout,
+            template_hash=self.template.hash,
+        )  # fmt: skip
+
+    @property
+    def raw(self) -> str:
+        return self.participant.tokenizer.decode(list(self.reply.tokens), skip_special_tokens=False)
+
+    @property
+    def halves(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        tokens = tuple(self.reply.tokens)
+        if tokens and tokens[-1] in self.asked.sampling.stop_ids:
+            tokens = tokens[:-1]
+        return split_reply(tokens, self.asked.layout.markers)
+
+    def rest(self, family: Any) -> tuple[str, list]:
+        """(content, calls) of the reply."""
+        decode = self.participant.tokenizer.decode
+        content = decode(list(self.halves[1]), skip_special_tokens=True).strip()
+        if family is None:
+            return content, []
+        text = self.raw if family.in_reasoning else decode(list(self.halves[1]), skip_special_tokens=False)
+        left, calls = family.parse(text)
+        if not calls:
+            return content, []
+        if family.in_reasoning:
+            return "", calls
+        for token in self.participant.tokenizer.all_special_tokens:
+            left = left.replace(token, "")
+        return left.strip(), calls
+
+    def as_view(self, results: list[dict]) -> list:
+        """This generation and the results of its calls, as the next generation sees them."""
+        from ..views.view import ViewMessage
+
+        own = ViewMessage(role="assistant", content=self.raw, author=self.participant.name, fed=self.fed, in_tools=True)
+        return [own, *(ViewMessage(role="tool", content=r["result"], author=r["name"]) for r in results)]
+
+    def message(self, content: str, trail: list, finish_reason: str) -> Message:
+        sampling, reply = self.asked.sampling, self.reply
+        metadata: dict[str, Any] = {
+            "raw_completion": self.raw,
+            "n_tokens": len(reply.tokens),
+            "n_prompt_tokens": len(self.asked.tokens),
+            "finish_reason": finish_reason,
+            "seed": self.request.key[0],
+            "sampling": {
+                "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
+                "max_new_tokens": sampling.max_new_tokens, "stop_ids": list(sampling.stop_ids),
+            },
+        }  # fmt: skip
+        reasoning = self.participant.tokenizer.decode(list(self.halves[0]), skip_special_tokens=True).strip()
+        if reasoning:
+            metadata["reasoning"] = reasoning
+        metadata |= self._interventions()
+        for name, values in (reply.logprobs or {}).items():
+            metadata[name] = [v if math.isfinite(v) else None for v in map(float, values)]
+        if trail:
+            metadata["tool_trail"] = trail
+        return Message(self.participant.name, content, metadata, fed=self.fed, records=tuple(reply.records))
+
+    def _interventions(self) -> dict[str, Any]:
+        """The `patch` and `steering` entries: a dict for one spec, a list for several."""
+        patches = len(as_tuple(self.request.options.patch))
+        counts = [*self.reply.tokens_modified, *[0] * len(self.asked.interventions)]
+        told = [
+            {**plain(spec.summary()), "fingerprint": spec.fingerprint, "tokens_modified": int(n)}
+            for spec, n in zip(self.asked.interventions, counts, strict=False)
+        ]
+        parts = {"patch": told[:patches], "steering": told[patches:]}
+        return {k: v[0] if len(v) == 1 else v for k, v in parts.items() if v}
+
+
+def plain(value: Any) -> Any:
+    """Plain JSON values only."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+class Weights:
+    """Where a model comes from, loaded when first asked for. Shared by clones; pickles without the model."""
+
+    def __init__(
+        self, source: Any = None, *, model: Any = None, tokenizer: Any = None, engine: Any = None, **options: Any
+    ):
+        self.source = source if isinstance(source, str) or source is None else str(source)
+        self.options = options
+        self._model, self._tokenizer, self._engine = model, tokenizer, engine
+        if model is not None and self.source is None:
+            if tokenizer is None and engine is None:  # a model object from `load` knows its tokenizer
+                from ..loading import load
+
+                self._tokenizer = load(model).tokenizer
+            self.source = getattr(getattr(model, "config", None), "_name_or_path", None) or None
+        self._given = model is not None
+        self._loaded: dict[str | None, Any] = {}
+
+    def get(self, adapter: str | None = None) -> Any:
+        """The `loading.Loaded` of this source, with the adapter attached."""
+        if adapter not in self._loaded:
+            if self._engine is not None and self._model is None:
+                return _Stub(None, self._tokenizer, adapter)
+            if self._given and self._model is None:
+                raise ValueError(
+                    f"this participant was made from a loaded model ({self.source or 'unnamed'}), which does not travel; "
+                    "give it one again with participant.weights = Weights(model=..., tokenizer=...)"
+                )
+            from ..loading import load
+
+            source = self._model if self._model is not None else self.source
+            self._loaded[adapter] = load(source, tokenizer=self._tokenizer, adapter=adapter, **self.options)
+        return self._loaded[adapter]
+
+    def engine(self, adapter: str | None = None) -> Any:
+        if self._engine is not None:
+            return self._engine
+        from ..engine.engine import engine_for
+
+        return engine_for(self.get(adapter).model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_model": None, "_tokenizer": None, "_engine": None, "_loaded": {}}
+
+
+@dataclass(frozen=True)
+class _Stub:
+    """A tokenizer whose model lives behind an engine that was given."""
+
+    model: Any
+    tokenizer: Any
+    adapter: str | None
 
 
 class AutoModelParticipant:
     """Makes ModelParticipants."""
 
     @staticmethod
-    def from_pretrained(id_or_path: str, *, name: str, **options: Any) -> ModelParticipant:
-        """A participant whose model is loaded when first needed; equal ids load once per process."""
-        raise NotImplementedError
+    def from_pretrained(id_or_path: str, *, name: str, load_options: Mapping[str, Any] | None = None, **options: Any):
+        """A participant whose model is loaded when first needed; equal ids load once per process.
+
+        `load_options`: dtype, device, attention, revision (see `loading.load`). `options`: ModelParticipant's.
+        """
+        return ModelParticipant(name, Weights(id_or_path, **dict(load_options or {})), **options)
 
     @staticmethod
     def from_model(model: Any, tokenizer: Any, *, name: str, **options: Any) -> ModelParticipant:
         """A participant on a model that is already loaded."""
-        raise NotImplementedError
+        return ModelParticipant(name, Weights(model=model, tokenizer=tokenizer), **options)
+
+
+def participants_of(models: Any, names: Any, options: Mapping[str, Any]) -> list[ModelParticipant]:
+    """One participant per model, named. Equal models share their weights."""
+    models = list(models) if isinstance(models, (list, tuple)) else [models]
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    names = [letters[i] if i < 26 else f"p{i + 1}" for i in range(len(models))] if names is None else list(names)
+    if len(names) != len(models):
+        raise ValueError(
+            f"{len(models)} models but {len(names)} names ({', '.join(map(str, names))}); give one name for each model"
+        )
+    options, shared = dict(options), {}
+    load_options = dict(options.pop("load_options", None) or {})
+    made = []
+    for model, name in zip(models, names, strict=True):
+        ref = model if isinstance(model, str) else id(model)
+        if ref not in shared:
+            given, tokenizer = model if isinstance(model, tuple) else (model, None)
+            is_name = isinstance(given, (str, os.PathLike))
+            shared[ref] = (
+                Weights(os.fspath(given), **load_options) if is_name else Weights(model=given, tokenizer=tokenizer)
+            )
+        made.append(ModelParticipant(name, shared[ref], **options))
+    return made

@@ -1,0 +1,8 @@
+"""What each participant sees, and how it becomes tokens."""
+
+from .render import Rendered, message_token_spans, render
+from .template import Template, TemplateError, template_of
+from .view import View, ViewMessage, build
+
+__all__ = ["Rendered", "Template", "TemplateError", "View", "ViewMessage", "build", "message_token_spans", "render",
+           "template_of"]  # fmt: skip

@@ -1,0 +1,140 @@
+"""Who speaks next, and who hears what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..conversation import Conversation
+    from ..message import Message
+
+
+class CommunicationPolicy:
+    """A conversation copies its policy, so its state is the conversation's own. Everything here sees it read-only."""
+
+    def next_speaker(self, conversation: Conversation) -> str:
+        """Name of the participant whose turn it is."""
+        raise NotImplementedError
+
+    def visible(self, conversation: Conversation, index: int, message: Message, pov: str) -> bool:
+        """Whether `pov` sees a message that is not its own."""
+        return True
+
+    def tools(self, conversation: Conversation, pov: str) -> tuple[Any, ...]:
+        """Tools that `pov` has because of this policy."""
+        return ()
+
+    def spoken(self, conversation: Conversation, message: Message) -> None:
+        """Called when a turn has been committed."""
+
+    def rewound(self, conversation: Conversation) -> None:
+        """Called when the transcript was cut or changed."""
+
+
+def _next_in(order: Sequence[str], conversation: Conversation, first: str | None) -> str:
+    spoke = next((m.author for m in reversed(list(conversation.transcript)) if m.author in order), None)
+    if spoke is None:
+        return first if first is not None else order[0]
+    return order[(order.index(spoke) + 1) % len(order)]
+
+
+class RoundRobinPolicy(CommunicationPolicy):
+    """In the participants' order, beginning with `first`; after anyone's turn comes the one after them."""
+
+    def __init__(self, first: str | None = None):
+        self.first = first
+
+    def next_speaker(self, conversation):
+        names = [p.name for p in conversation.participants]
+        first = None if self.first is None else conversation.participant(self.first).name
+        return _next_in(names, conversation, first)
+
+
+class DirectPipingPolicy(CommunicationPolicy):
+    """Each in `chain` (default: all) hears only the one before it, and the moderator."""
+
+    def __init__(self, chain: Sequence[str] | None = None):
+        self.chain = None if chain is None else tuple(chain)
+
+    def _order(self, conversation) -> list[str]:
+        chain = [p.name for p in conversation.participants] if self.chain is None else list(self.chain)
+        return [conversation.participant(name).name for name in chain]
+
+    def next_speaker(self, conversation):
+        return _next_in(self._order(conversation), conversation, None)
+
+    def visible(self, conversation, index, message, pov):
+        order = self._order(conversation)
+        if message.author not in order or pov not in order:
+            return message.author == conversation.moderator_name
+        return order[(order.index(message.author) + 1) % len(order)] == pov
+
+
+class MessagingPolicy(CommunicationPolicy):
+    """Mailboxes: agents take turns, hear the moderator only, and write to each other with tools.
+
+    Each agent gets `send_message(to, content)` and `read_messages()`. What an agent says outside of them is its own
+    note. Without a tool-calling model an agent simply never sends. Mail of a turn that was denied, or that is only a
+    sample, is not delivered.
+    """
+
+    def __init__(self, agents: Sequence[str] | None = None):
+        self.agents = None if agents is None else tuple(agents)
+        self.boxes: dict[str, list[dict[str, str]]] = {}
+        """Undelivered mail, oldest first: {"from": ..., "content": ...}."""
+        self._pending: list[tuple[str, str, dict[str, str]]] = []
+
+    def _order(self, conversation) -> list[str]:
+        names = [p.name for p in conversation.participants] if self.agents is None else list(self.agents)
+        return [conversation.participant(name).name for name in names]
+
+    def next_speaker(self, conversation):
+        return _next_in(self._order(conversation), conversation, None)
+
+    def visible(self, conversation, index, message, pov):
+        return message.author == conversation.moderator_name or pov not in self._order(conversation)
+
+    def tools(self, conversation, pov):
+        from ..tools import Tool
+
+        names = self._order(conversation)
+        if pov not in names:
+            return ()
+        box, pending = self.boxes.setdefault(pov, []), self._pending
+        # a generator asks for its tools once, at the start of its turn: forget what an unfinished turn left behind
+        pending[:] = [entry for entry in pending if entry[1] != pov]
+        read = [0]
+
+        def send_message(to: str, content: str) -> str:
+            """
+            Send a message to another agent's mailbox.
+
+            Args:
+                to: The name of the agent to send to.
+                content: The text of the message.
+            """
+            if to not in names or to == pov:
+                raise ValueError(f"no agent {to!r}; you can write to: {', '.join(n for n in names if n != pov)}")
+            pending.append(("send", pov, {"to": to, "from": pov, "content": content}))
+            return f"sent to {to}"
+
+        def read_messages() -> list:
+            """
+            Read the messages in your mailbox that you have not read yet.
+            """
+            new = box[read[0] :]
+            read[0] = len(box)
+            pending.append(("read", pov, {"n": str(read[0])}))
+            return [dict(mail) for mail in new]
+
+        return (Tool.from_function(send_message), Tool.from_function(read_messages))
+
+    def spoken(self, conversation, message):
+        for kind, who, entry in [e for e in self._pending if e[1] == message.author]:
+            if kind == "send":
+                self.boxes.setdefault(entry["to"], []).append({"from": who, "content": entry["content"]})
+        reads = [int(e[2]["n"]) for e in self._pending if e[0] == "read" and e[1] == message.author]
+        if reads:
+            del self.boxes[message.author][: max(reads)]
+        self._pending = [e for e in self._pending if e[1] != message.author]

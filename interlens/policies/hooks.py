@@ -1,0 +1,57 @@
+"""Reviewing a message before it is said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..message import Message
+
+if TYPE_CHECKING:
+    from ..conversation import Conversation
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a hook decided. Make one with `approve`, `deny` or `edit`."""
+
+    kind: str
+    message: Message | None = None
+    reason: str = ""
+
+
+def approve() -> Verdict:
+    """Say it as it is."""
+    return Verdict("approve")
+
+
+def deny(reason: str = "") -> Verdict:
+    """Do not say it: the step gives None and the transcript stays as it was."""
+    return Verdict("deny", reason=reason)
+
+
+def edit(message: Message) -> Verdict:
+    """Say this instead. Another text forgets the tokens of the original."""
+    return Verdict("edit", message=message)
+
+
+class MessageHook:
+    """Sees every message of a step before it is committed. Hooks run in order; each sees what the last one left."""
+
+    def review(self, message: Message, conversation: Conversation) -> Verdict:
+        raise NotImplementedError
+
+
+def review(hooks: list[Any], message: Message, conversation: Conversation) -> Message | None:
+    """The message that remains after all hooks, or None. A hook is a MessageHook or a callable (message, conversation)."""
+    for hook in hooks:
+        verdict = (hook.review if hasattr(hook, "review") else hook)(message.copy(), conversation)
+        if not isinstance(verdict, Verdict):
+            raise TypeError(f"{hook!r} must return approve(), deny() or edit(message), not {verdict!r}")
+        if verdict.kind == "deny":
+            return None
+        if verdict.kind == "edit":
+            changed = verdict.message
+            kept = changed.content == message.content and changed.author == message.author
+            message = message.copy(metadata=changed.metadata) if kept else changed
+    return message

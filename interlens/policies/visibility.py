@@ -1,0 +1,14 @@
+"""Who may see reasoning."""
+
+from enum import StrEnum
+
+
+class ReasoningVisibility(StrEnum):
+    """Plain strings do as well."""
+
+    STRIP = "strip"
+    """Nobody: not even its author in later turns."""
+    SELF_RETAIN = "self_retain"
+    """Its author only."""
+    SHARED = "shared"
+    """Everybody."""
