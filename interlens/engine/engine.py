@@ -223,18 +223,19 @@ class Engine:
                     logits = self._forward(batch, self.slabs)
                 break
             except taps.EditFailed as failed:
-                failures = failed.failures
+                failures, broken = failed.failures, False
             except HookDidNotFire as error:
-                failures = dict.fromkeys([row for row in rows if row.touches(error.missing)], error)
+                failures, broken = dict.fromkeys([row for row in rows if row.touches(error.missing)], error), False
             except Exception as error:
                 if diagnose.is_out_of_memory(error):
                     raise
-                failures = dict.fromkeys(rows, error)
-                logits = None
+                failures, broken = dict.fromkeys(rows, error), True
             for row, error in failures.items():
                 self._fail(row, error)
-            if logits is None:
-                return torch.zeros(len(rows), 1, self._forward.vocab_size)
+            if broken:
+                for row, stop in zip(rows, stops, strict=True):
+                    row.fed = stop
+                return torch.zeros(len(rows), self._forward.vocab_size)
         self._collector.commit(lanes)
         self._account(rows, batch)
         if batch.all_logits:

@@ -71,6 +71,7 @@ def _edit(model, sequence: TokenSequence, intervention: Intervention) -> Edit | 
     for layer in layers:
         intervention.check(len(layers_with(model, "residual")), site_width(model, site, layer))
     intervention.tokens.check(sequence)
+    intervention.required_positions(sequence.num_prompt)
     if intervention.is_noop():
         return None
     steady = intervention.tokens.op in ("all", "generated", "branch") and not intervention.per_position

@@ -50,13 +50,17 @@ class Tables:
 
     def parameters(self, where: tuple, layer: int, members: list[tuple[Row, Edit, np.ndarray]], like: Tensor):
         if any(edit.intervention.per_position for _, edit, _ in members):
-            return _stack([edit.intervention.parameters(layer, at) for _, edit, at in members], members, like, True)
+            return _stack([_parameters(layer, *member) for member in members], members, like, True)
         identity = tuple((edit, len(at)) for _, edit, at in members)
         kept = self._kept.get(where)
         if kept is None or kept[0] != identity:
-            each = [edit.intervention.parameters(layer, at) for _, edit, at in members]
+            each = [_parameters(layer, *member) for member in members]
             kept = self._kept[where] = (identity, _stack(each, members, like, False))
         return kept[1]
+
+
+def _parameters(layer: int, row: Row, edit: Edit, positions: np.ndarray):
+    return edit.intervention.parameters(layer, positions, row.sequence.num_prompt)
 
 
 def _stack(each, members, like: Tensor, per_position: bool) -> dict[str, Tensor]:
@@ -163,7 +167,7 @@ def _culprits(flat: Tensor, layer: int, members: list, batch: Batch) -> dict[Row
     for b, row, edit, positions in members:
         try:
             at = torch.from_numpy(batch.flat(b, positions)).to(flat.device)
-            each = edit.intervention.parameters(layer, positions)
+            each = _parameters(layer, row, edit, positions)
             parameters = _stack([each], [(row, edit, positions)], flat, edit.intervention.per_position)
             if edit.intervention.edit(flat[at], parameters).shape != flat[at].shape:
                 raise ValueError("an edit changed the shape of the states it was given")
