@@ -24,6 +24,7 @@ from torch import nn
 from . import adapters, sources
 from .dequantise import converted
 from .errors import CannotLoad
+from .interp.contracts import verify_once
 from .sources import EMBEDDED, cache_dir
 
 __all__ = ["EMBEDDED", "Loaded", "cache_dir", "load", "unload", "weights_hash"]
@@ -71,6 +72,7 @@ def load(
     revision: str | None = None,
     adapter: str | os.PathLike | None = None,
     quantize: str | None = None,
+    check_sites: bool = True,
 ) -> Loaded:
     """The model and tokenizer of a name, loaded at most once per process.
 
@@ -81,11 +83,16 @@ def load(
     device: None is the first GPU if there is one, else the CPU. "auto", "balanced" or a dict shards over devices.
     attention: "sdpa", "eager", "flash_attention_2"; None is the model's default.
     adapter: a PEFT adapter folder, attached to the shared weights and inactive until a request names it.
+    check_sites: verify once, with one tiny forward, that the model's sites are what their names promise; sites that are
+        not are refused from then on (`interlens.interp.contracts`).
     quantize: "4bit" or "8bit", where bitsandbytes is installed.
     Raises CannotLoad, with what was tried and the root cause.
     """
     if isinstance(name_or_path_or_model, nn.Module):
-        return _with_adapter(_from_object(name_or_path_or_model, tokenizer), adapter)
+        found = _from_object(name_or_path_or_model, tokenizer)
+        if check_sites:
+            verify_once(found.model)
+        return _with_adapter(found, adapter)
     name = os.fspath(name_or_path_or_model)
     wanted = _Wanted(
         name=name,
@@ -100,6 +107,8 @@ def load(
         wanted, adapter = _base_of(wanted, adapter), name
     with _lock:
         found = _once(wanted)
+        if check_sites:
+            verify_once(found.model)
         if tokenizer is not None:
             found = replace(found, tokenizer=tokenizer)
         return replace(_with_adapter(found, adapter), name=name)

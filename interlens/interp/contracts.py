@@ -8,15 +8,17 @@ head gives the logits. A site that breaks its promise is refused for this model 
 from __future__ import annotations
 
 from contextlib import suppress
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import HookDidNotFire
+from ..errors import HookDidNotFire, UnknownSite
 from .hooks import attached
 from .lens import unembed
-from .sites import Locator, refusals, text_config
+from .sites import Locator, refusals, text_config, unwrap
 
+_VERIFIED: WeakSet[nn.Module] = WeakSet()
 Values = dict[tuple[int, str], Tensor]
 
 
@@ -49,6 +51,14 @@ def verify(model: nn.Module, tokens: int = 4) -> dict[str, str]:
         refused.setdefault(site, reason)
     known.update(refused)
     return dict(refused)
+
+
+def verify_once(model: nn.Module) -> None:
+    """`verify`, the first time it is asked about this model. A model without sites is left to refuse them by name."""
+    if unwrap(model) not in _VERIFIED:
+        with suppress(UnknownSite, AttributeError):
+            verify(model)
+        _VERIFIED.add(unwrap(model))
 
 
 def _close(total: Tensor, expected: Tensor, *parts: Tensor) -> bool:
