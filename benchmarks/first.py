@@ -35,16 +35,14 @@ def one_at_a_time(model, prompts, num_tokens: int) -> tuple[int, float]:
         )  # fmt: skip
         for handle in handles:
             handle.remove()
-        kept = {}
-        handles = [
-            model.model.layers[layer].register_forward_hook(lambda m, a, out, k=layer: kept.update({k: out[0].clone()}))
-            for layer in LAYERS
-        ]
+        kept: list[torch.Tensor] = []
+        layers = [model.model.layers[layer] for layer in LAYERS]
+        handles = [layer.register_forward_hook(lambda m, a, out, k=kept: k.append(out[0].clone())) for layer in layers]
         with torch.no_grad():
             model(out, logits_to_keep=1)
         for handle in handles:
             handle.remove()
-        assert all(len(value) == out.shape[1] for value in kept.values())
+        assert [len(value) for value in kept] == [out.shape[1]] * len(LAYERS)
         drawn += out.shape[1] - len(prompt)
     return drawn, time.perf_counter() - start
 

@@ -2,9 +2,9 @@
 
     python benchmarks/gpu.py [--out benchmarks/results/gpu.json]
 
-Prints and keeps: tokens per second with and without steering and capture (ratio), offload GB/s against the measured peak
-of a pinned copy (aim >= 90 %), and the slowdown of decoding by offloading (aim <= 3 %). Takes under 8 minutes; without a
-GPU it says so and ends with 0.
+Prints and keeps: tokens per second with and without steering and capture (ratio), offload GB/s against the measured
+peak of a pinned copy (aim >= 90 %), and the slowdown of decoding by offloading (aim <= 3 %). Takes under 8 minutes;
+without a GPU it says so and ends with 0.
 """
 
 from __future__ import annotations

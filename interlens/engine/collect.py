@@ -142,7 +142,7 @@ class Collector:
         if row.kept is None:
             return []
         records = []
-        fingerprint = "+".join(edit.intervention.fingerprint for edit in row.edits)
+        fingerprint = "+".join(edit.fingerprint for edit in row.edits)
         for take in row.takes:
             for layer, site in take.lanes:
                 record = self._record(row, take, layer, site)

@@ -164,7 +164,11 @@ class Engine:
         chosen = self._table.choose(self._waiting, free)
         if chosen:
             self.counters["admissions"] += 1
-            self._table.place(chosen)
+            try:
+                self._table.place(chosen)
+            except Exception:
+                self._waiting.extendleft(reversed(self._table.put_back(chosen)))
+                raise
 
     def _prefill(self) -> tuple[list[Row], Tensor | None]:
         """Feed a chunk of the first group; its rows and their last logits once they are complete.
@@ -175,13 +179,17 @@ class Engine:
             return [], None
         group = self._table.groups[0]
         left = max(row.target - row.fed for row in group)
+        if not left:
+            self._table.join()
+            return [], None
         after = max(0, left - self.chunk)
         rows = [row for row in group if row.target - row.fed > after]
         stops = [row.target - after for row in rows]
         logits = self._feed(rows, [row.fed for row in rows], stops)
         if after:
             return [], None
-        return self._table.join(), logits
+        self._table.join()
+        return rows, logits
 
     def _decode(self) -> tuple[list[Row], Tensor | None]:
         """Feed every live row its last token."""

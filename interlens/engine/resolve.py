@@ -76,7 +76,13 @@ def _edit(model, sequence: TokenSequence, intervention: Intervention) -> Edit | 
         return None
     steady = intervention.tokens.op in ("all", "generated", "branch") and not intervention.per_position
     late = intervention.tokens.op == "branch" and (sequence.layout.branch_start or 0) > sequence.num_prompt
-    return Edit(intervention=intervention, site=site, layers=frozenset(layers), steady=steady and not late)
+    return Edit(
+        intervention=intervention,
+        site=site,
+        layers=frozenset(layers),
+        steady=steady and not late,
+        fingerprint=intervention.fingerprint,
+    )
 
 
 def _take(model, sequence: TokenSequence, spec: CaptureSpec, order: int, intervened: bool) -> Take:

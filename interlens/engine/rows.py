@@ -8,6 +8,7 @@ Invariants of a `Row`:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -40,7 +41,14 @@ class Edit:
     site: str
     layers: frozenset[int]
     steady: bool
-    """It covers every generated position or none: no need to ask at each decode step."""
+    """It covers every generated position: no need to ask at each decode step."""
+    fingerprint: str
+
+    @functools.cached_property
+    def mark(self) -> np.int64:
+        """The fingerprint as a number."""
+        digest = hashlib.blake2b(self.fingerprint.encode(), digest_size=8).digest()
+        return np.int64(int.from_bytes(digest, "little", signed=True))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,6 +87,8 @@ class Row:
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ROW_COUNTERS, 0))
     prefix: Any = None
     """The KV it starts from, between being chosen and placed."""
+    known: tuple[np.ndarray, np.ndarray] | None = None
+    """Ids and signature up to `target`, while it waits."""
     fresh: bool = False
     """Computes everything itself."""
     reply: Reply | None = None
@@ -95,11 +105,9 @@ class Row:
         stop = len(self.sequence) if stop is None else stop
         signature = np.zeros(stop, dtype=np.int64)
         for edit in self.edits:
-            digest = hashlib.blake2b(edit.intervention.fingerprint.encode(), digest_size=8).digest()
-            mark = np.int64(int.from_bytes(digest, "little", signed=True))
             mask = edit.intervention.tokens.mask(self.sequence, 0, stop)
             with np.errstate(over="ignore"):
-                signature[mask] = signature[mask] * np.int64(6364136223846793005) + mark
+                signature[mask] = signature[mask] * np.int64(6364136223846793005) + edit.mark
         return signature
 
     @property

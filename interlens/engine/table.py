@@ -64,7 +64,9 @@ class Table:
         row.prefix, row.written, row.fed = None, 0, 0
         if not self.reuse:
             return True
-        ids, signature = np.array(row.sequence.ids[: row.target]), row.signature(row.target)
+        if row.known is None:
+            row.known = np.array(row.sequence.ids[: row.target]), row.signature(row.target)
+        ids, signature = row.known
         if not row.fresh:
             prefix, shared, promised = self.memory.find(row.request.adapter, ids, signature)
             last = min(row.target, row.sequence.num_prompt if row.wants_forced_logprobs else row.target) - 1
@@ -79,6 +81,8 @@ class Table:
 
     def place(self, rows: Sequence[Row]) -> None:
         """Give chosen rows their slab rows, copy the KV they start from, and queue them in groups for prefill."""
+        if not self.end and self.allocated > 4 * len(rows) * max(row.target for row in rows):
+            self.slabs.resize(0, 0)
         groups = [[rows[i] for i in group] for group in prefill_groups([row.target - row.fed for row in rows])]
         self.reserve(self.end + len(rows), max(row.target for row in rows))
         for group in groups:
@@ -87,7 +91,7 @@ class Table:
                 if row.prefix is not None and row.written:
                     self._copy(row.prefix, row)
                 row.counters["reused_tokens"] += row.written
-                row.prefix = None
+                row.prefix = row.known = None
             self.groups.append(group)
 
     def _copy(self, prefix: Prefix, row: Row) -> None:
@@ -142,6 +146,13 @@ class Table:
         prefix = self._prefixes.pop(row, None)
         if prefix is not None:
             self.memory.remove(prefix)
+
+    def put_back(self, rows: Sequence[Row]) -> list[Row]:
+        """Those of the chosen rows that were not placed, as if they had never been chosen."""
+        lost = [row for row in rows if row not in self.prefilling]
+        for row in lost:
+            self._forget_prefix(row)
+        return lost
 
     def evacuate(self, keep: int) -> list[Row]:
         """Take all but the first `keep` rows out of the slabs, to be started over; shrink the slabs to what stays."""
