@@ -44,7 +44,7 @@ class Models:
 
     def load(self, config: SweepConfig) -> None:
         """Load what the participants of this configuration need, with its engine."""
-        from interlens.engine import engine_for
+        from interlens.engine.engine import engine_for
 
         for participant in config.scenario.participants.values():
             if participant.is_local:
@@ -67,7 +67,7 @@ class Models:
 
     def engines(self) -> list[Any]:
         """The engines of the models loaded so far."""
-        from interlens.engine import engine_for
+        from interlens.engine.engine import engine_for
 
         return [engine_for(loaded.model) for loaded in self._loaded.values()]
 

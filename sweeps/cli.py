@@ -90,8 +90,10 @@ def _run(arguments: list[str]) -> int:
     from .config import ConfigError
 
     codes: list[int] = []
+    typed = [sys.argv[0], "run", *arguments]
 
     def task(composed: Any) -> None:
+        sys.argv = typed  # what a message may tell its reader to type again
         if STOPPED not in codes:
             codes.append(_guarded(lambda: run_composed(composed)))
 

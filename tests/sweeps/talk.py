@@ -23,7 +23,7 @@ def config(tmp_path, **changes):
     """A checked configuration over a model folder that has only its sizes."""
     folder = tmp_path / "tiny"
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text('{"num_hidden_layers": 4, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 50}')
+    (folder / "config.json").write_text('{"num_hidden_layers": 4, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 50}')  # fmt: skip
     plain = {
         "scenario": SCENARIO,
         "models": {"tiny": {"source": str(folder), "dtype": "float32"}},
