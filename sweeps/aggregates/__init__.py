@@ -128,7 +128,7 @@ def finalize(run: Any, aggregates: Iterable[AggregateConfig] | None = None) -> d
     `aggregates` replaces the `aggregate:` section of the run's own configuration. Safe to repeat: everything written is
     derived, and is written to a temporary name and renamed.
     """
-    from .finalize import finalize as run_finalize
+    from .results import finalize as run_finalize
 
     return run_finalize(run, aggregates)
 

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ..aggregates.finalize import read_results
+from ..aggregates.results import read_results
 from .markup import interval, number
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import store
-from ..aggregates.finalize import read_results
+from ..aggregates.results import read_results
 from .charts import Point, Series, chart
 from .findings import sentences, title
 from .markup import Markup, interval, join, number, table, tag, text

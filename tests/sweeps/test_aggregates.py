@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlens import SteeringSpec
-from sweeps.aggregates import Fit, Sum, build
+from sweeps.aggregates import Fit, Sum, build, finalize
 from sweeps.aggregates.directions import direction_of, read_directions, save_directions
-from sweeps.aggregates.finalize import finalize, read_results
+from sweeps.aggregates.results import read_results
 from sweeps.config import AggregateConfig
 
 from .stored import StoredRun, record, results, steer

@@ -10,7 +10,7 @@ from interlens.message import Message
 from sweeps import aggregates, folder
 from sweeps.aggregates import CellResult
 from sweeps.aggregates.directions import read_directions
-from sweeps.aggregates.finalize import read_results
+from sweeps.aggregates.results import read_results
 from sweeps.analyzers import enthusiasm_rate
 from sweeps.inputs import hashes
 from sweeps.plan import expand
