@@ -1,8 +1,8 @@
 """The replicas of a run: how many are wanted, who is loading, who may take a unit, who has stalled.
 
 Replicas come and go: one is asked for while fewer exist than wanted and there is work for its cast; after a death the
-next waits (1, 2, 4, ... 30 s while deaths follow each other). A replica is asked for and placed when there is room; that
-fewer fit than are wanted is no error. No replica at all, and none coming, is `hopeless` after `load_s`.
+next waits (1, 2, 4, ... 30 s while deaths follow each other). A replica is asked for and placed when there is room;
+that fewer fit than are wanted is no error. No replica at all, and none coming, is `hopeless` after `load_s`.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Law. *Every cell of the plan is committed once, or failed with its traceback, or
 command.*
 
 Why it holds. A unit is closed by one commit, created if absent; the ledger makes each cell belong to one unit at every
-moment; the driver believes commits and nothing else: an ack is only a hint to look, and a replica that is gone "may have
-executed" everything it was sent. So what the driver forgets (it may be killed at any line) is read back from the
-folder, and whoever writes late finds the unit closed.
+moment; the driver believes commits and nothing else: an ack is only a hint to look, and a replica that is gone may have
+executed everything it was sent. So what the driver forgets (it may be killed at any line) is read back from the folder,
+and whoever writes late finds the unit closed.
 
 Exit codes: 0 complete; 1 error; 3 complete with failed cells; 4 stopped, resumable; 5 refused.
 """
@@ -164,6 +164,8 @@ class Driver:
         if event.kind == "ready":
             folder.record_models(self.root, event.ack.get("models", {}))
             self.progress.event("ready", replica=event.replica, load_s=event.ack.get("load_s"))
+        elif event.kind == "placed":
+            self.progress.event("placed", replica=event.replica, **event.ack)
         elif event.kind == "done":
             self._acked(event, crew)
         elif event.kind == "lost":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import time
 import traceback
 from typing import Any
@@ -30,8 +31,8 @@ SUSPECT_S = 40.0
 class _Actor:
     """A replica in its own process. `run` has as many threads as units in flight; `watch` answers beside it."""
 
-    def __init__(self, replica: str, threads: int):
-        os.environ["OMP_NUM_THREADS"] = str(threads)
+    def __init__(self, replica: str, threads: int, environment: dict[str, str]):
+        os.environ.update(environment, OMP_NUM_THREADS=str(threads))
         self._path, self._threads, self._replica = replica, threads, None
 
     def where(self) -> dict[str, Any]:
@@ -147,7 +148,7 @@ class RayExecutor:
         if handle.group is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(handle.group, 0)
         actor_class = ray.remote(concurrency_groups={"watch": 2})(_Actor)
-        handle.actor = actor_class.options(**options).remote(self._path, cluster.threads)
+        handle.actor = actor_class.options(**options).remote(self._path, cluster.threads, _environment())
         self._await(handle.actor.where.options(concurrency_group="watch").remote(), "where", replica)
 
     def _await(self, ref: Any, what: str, replica: str, unit: str | None = None) -> None:
@@ -222,8 +223,10 @@ class RayExecutor:
             remove_placement_group(handle.group)
 
     def _node_is_alive(self, handle: _Handle, error: str) -> bool:
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return handle.node in alive and "node has died" not in error and "preempt" not in error.lower()
+        if "node has died" in error or "preempt" in error.lower():
+            return False
+        node = next((node for node in ray.nodes() if node["NodeID"] == handle.node), None)
+        return bool(node and node["Alive"]) and _answers(node["NodeManagerAddress"], node["NodeManagerPort"])
 
 
 def _connect(cluster: ClusterConfig) -> Any:
@@ -237,6 +240,20 @@ def _connect(cluster: ClusterConfig) -> Any:
         address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=cluster.object_store_memory,
         resources={k: v * cluster.replicas for k, v in cluster.resources.items()} or None, **quiet,
     )  # fmt: skip
+
+
+def _answers(host: str, port: int) -> bool:
+    """True if something listens there. Ray itself notices a dead raylet only after many missed heartbeats."""
+    try:
+        with socket.create_connection((host, port), timeout=3.0):
+            return True
+    except OSError:
+        return False
+
+
+def _environment() -> dict[str, str]:
+    """What replicas inherit of this process's environment: our own switches, which nodes do not have otherwise."""
+    return {key: value for key, value in os.environ.items() if key.startswith("SWEEPS_")}
 
 
 def _amounts(resources: dict[str, float]) -> str:

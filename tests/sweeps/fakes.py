@@ -52,7 +52,7 @@ class FakeReplica:
     def __init__(self, config, run_dir, cast, threads=1):
         self.root, self.units = Path(run_dir), {}
         self.stopping = threading.Event()
-        self.pause_s = float(os.environ.get("FAKE_PAUSE_S", "0"))
+        self.pause_s = float(os.environ.get("SWEEPS_FAKE_PAUSE_S", "0"))
 
     def load(self):
         reach("replica.loaded")

@@ -76,7 +76,7 @@ def test_a_failed_cell_gives_exit_code_3_and_is_tried_again_only_when_asked(fold
 def test_another_configuration_is_refused_and_nothing_changes(folder, capsys):
     assert run(config(items(3)), folder) == 0
     before = sorted(map(str, folder.rglob("*.json")))
-    assert run(config(items(3)[:2] + [{"id": "other"}]), folder) == 5
+    assert run(config([*items(3)[:2], {"id": "other"}]), folder) == 5
     assert "refused" in capsys.readouterr().err
     assert [p for p in sorted(map(str, folder.rglob("*.json"))) if "_lease" not in p] == [
         p for p in before if "_lease" not in p
@@ -104,10 +104,10 @@ def test_failures_stop_the_run_when_asked(folder, why):
 
 
 def test_max_hours_stops_with_everything_committed_so_far(folder, monkeypatch):
-    monkeypatch.setenv("FAKE_PAUSE_S", "0.05")
+    monkeypatch.setenv("SWEEPS_FAKE_PAUSE_S", "0.05")
     settings = config(items(40), unit_cells=8, max_hours=0.5 / 3600)
     assert run(settings, folder) == 4
-    monkeypatch.setenv("FAKE_PAUSE_S", "0")
+    monkeypatch.setenv("SWEEPS_FAKE_PAUSE_S", "0")
     assert run(config(items(40), unit_cells=8), folder) == 0
     assert set(ran(folder).values()) == {1} and len(ran(folder)) == 80
 
@@ -136,7 +136,7 @@ sys.exit(driver.run(config(items(20), unit_cells=4, turns=1), sys.argv[1], repli
 
 def command(folder, **env):
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, str(folder)], env={**os.environ, "FAKE_PAUSE_S": "0.02", **env}, text=True
+        [sys.executable, "-c", COMMAND, str(folder)], env={**os.environ, "SWEEPS_FAKE_PAUSE_S": "0.02", **env}, text=True
     )
 
 
@@ -150,7 +150,7 @@ def test_a_killed_driver_is_continued_by_the_same_command(folder, point):
     killed = command(folder, SWEEPS_FAILPOINTS=f"{name}=kill@{nth or 1}")
     assert killed.wait(60) == -9
     before = {commit.unit for commit in store.list_commits(folder)} if (folder / "_commits").exists() else set()
-    again = command(folder, FAKE_PAUSE_S="0")
+    again = command(folder, SWEEPS_FAKE_PAUSE_S="0")
     assert again.wait(60) == 0
     held, failed = settled(folder)
     assert set(held) == planned(folder) and set(held.values()) == {1} and not failed
@@ -160,21 +160,21 @@ def test_a_killed_driver_is_continued_by_the_same_command(folder, point):
 
 
 def test_sigterm_hands_the_rest_to_a_child_and_exits_4(folder):
-    process = command(folder, FAKE_PAUSE_S="0.5")
+    process = command(folder, SWEEPS_FAKE_PAUSE_S="0.5")
     deadline = time.monotonic() + 30
     while not ran(folder) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.terminate()
     assert process.wait(30) == 4
     assert any(commit.children for commit in store.list_commits(folder))
-    assert command(folder, FAKE_PAUSE_S="0").wait(60) == 0
+    assert command(folder, SWEEPS_FAKE_PAUSE_S="0").wait(60) == 0
     assert set(ran(folder).values()) == {1} and set(ran(folder, "trunk").values()) == {1}
     held, _ = settled(folder)
     assert set(held) == planned(folder) and set(held.values()) == {1}
 
 
 def test_two_drivers_on_one_folder_the_second_is_refused(folder):
-    first = command(folder, FAKE_PAUSE_S="0.4")
+    first = command(folder, SWEEPS_FAKE_PAUSE_S="0.4")
     deadline = time.monotonic() + 30
     while not (folder / "run.json").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -182,4 +182,4 @@ def test_two_drivers_on_one_folder_the_second_is_refused(folder):
     assert second.wait(60) == 5
     first.kill()
     first.wait()
-    assert command(folder, FAKE_PAUSE_S="0").wait(60) == 0
+    assert command(folder, SWEEPS_FAKE_PAUSE_S="0").wait(60) == 0

@@ -1,0 +1,223 @@
+"""Faults on a real Ray cluster of three nodes: every cell is committed once, failed, or still pending."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from sweeps import driver, store
+from sweeps.planfile import PlanFile
+from tests.sweeps.fakes import config, items
+
+pytestmark = pytest.mark.slow
+FAKE = "tests.sweeps.fakes:FakeReplica"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A head without room for replicas, and two nodes with a slot each, standing in for two machines with a GPU."""
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(tmp_path_factory.mktemp("auth") / "token")
+    from ray.cluster_utils import Cluster
+
+    with open(os.environ["RAY_AUTH_TOKEN_PATH"], "w") as out:
+        out.write(os.urandom(32).hex())
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100_000_000}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    made.workers = [add_node(made), add_node(made)]
+    yield made
+    made.shutdown()
+
+
+def add_node(cluster):
+    return cluster.add_node(num_cpus=1, resources={"slot": 1}, object_store_memory=100_000_000)
+
+
+@pytest.fixture
+def sweep(cluster, tmp_path, monkeypatch):
+    """`sweep(items, ...)` runs a fake sweep on the cluster; `.settled()` and `.events` tell what it did."""
+    monkeypatch.setenv("SWEEPS_FAILPOINTS_ONCE", str(tmp_path / "once"))
+    (tmp_path / "once").mkdir()
+    return Sweep(cluster, tmp_path / "run")
+
+
+class Sweep:
+    def __init__(self, cluster, folder):
+        self.cluster, self.folder = cluster, folder
+
+    def __call__(self, rows, **options):
+        wanted = {
+            "address": self.cluster.address,
+            "replicas": 2,
+            "resources": {"slot": 1},
+            **options.pop("cluster", {}),
+        }
+        settings = config(rows, executor="ray", cluster=wanted, **options)
+        return driver.run(settings, self.folder, replica=FAKE)
+
+    @property
+    def events(self):
+        path = self.folder / "events.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for(self, kind, count=1, timeout_s=60):
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            found = [event for event in self.events if event["event"] == kind]
+            if len(found) >= count:
+                return found
+            time.sleep(0.05)
+        raise AssertionError(f"no {count} {kind} events; there are {Counter(e['event'] for e in self.events)}")
+
+    def settled(self):
+        """Each cell of the plan belongs to one commit: (held, failed), after checking it."""
+        commits = {commit.unit: commit for commit in store.list_commits(self.folder)}
+        held = Counter(cell for commit in commits.values() for cell in commit.cells)
+        failed = Counter(cell for commit in commits.values() for cell in commit.failed)
+        cells = set(PlanFile(self.folder).table(["cell"])["cell"].to_pylist())
+        assert set(held) | set(failed) == cells and not set(held) & set(failed)
+        assert set((held + failed).values()) == {1}
+        trunks = Counter(trunk for commit in commits.values() for trunk in commit.trunks)
+        assert set(trunks.values()) <= {1}
+        return held, failed
+
+    def later(self, action):
+        """Run `action(self)` beside the sweep; its failure fails the test."""
+        self.error = None
+
+        def run():
+            try:
+                action(self)
+            except BaseException as error:
+                self.error = error
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+
+@pytest.mark.parametrize("point", ["replica.loaded", "replica.started", "writer.before_commit", "writer.committed"])
+def test_a_replica_killed_anywhere_loses_nothing(sweep, monkeypatch, point):
+    monkeypatch.setenv("SWEEPS_FAILPOINTS", f"{point}=kill")
+    assert sweep(items(12), turns=2, unit_cells=4) == 0
+    assert sweep.settled()[1] == {}
+    assert len([e for e in sweep.events if e["event"] == "lost"]) == 1
+
+
+def test_a_poison_cell_ends_alone_and_fails_after_three_tries(sweep):
+    assert sweep(items(8, i5="kill"), seeds=1, unit_cells=8) == 3
+    held, failed = sweep.settled()
+    assert len(held) == 7 and len(failed) == 1
+    failing = next(c for c in store.list_commits(sweep.folder) if c.failed)
+    assert failing.unit.startswith("u000000.") and not failing.cells
+    import pyarrow.parquet as pq
+
+    (file,) = [f["path"] for f in failing.files if f["table"] == "failures"]
+    (row,) = pq.read_table(sweep.folder / file).to_pylist()
+    assert row["attempts"] == 3 and "died" in row["error"]
+
+
+def test_a_trunk_that_kills_its_process_fails_its_cells_only(sweep):
+    assert sweep(items(3, i1="kill_trunk"), turns=1, seeds=2, unit_cells=8) == 3
+    held, failed = sweep.settled()
+    assert len(held) == 4 and len(failed) == 2
+
+
+def test_a_cell_that_hangs_is_found_by_its_stillness(sweep):
+    assert sweep(items(3, i1="hang"), seeds=1, unit_cells=2, cluster={"stall_s": 1.5}) == 3
+    held, failed = sweep.settled()
+    assert len(held) == 2 and len(failed) == 1
+
+
+def test_a_node_goes_and_another_comes(sweep, cluster, monkeypatch):
+    monkeypatch.setenv("SWEEPS_FAKE_PAUSE_S", "0.1")
+
+    def swap(sweep):
+        sweep.wait_for("dispatched", 3)
+        cluster.remove_node(cluster.workers.pop(0), allow_graceful=False)
+        cluster.workers.append(add_node(cluster))
+
+    thread = sweep.later(swap)
+    assert sweep(items(60), seeds=1, unit_cells=4) == 0
+    thread.join()
+    assert sweep.error is None
+    assert sweep.settled()[1] == {}
+    assert len({e["node"] for e in sweep.events if e["event"] == "placed"}) >= 2
+    assert all(not e["counts"] for e in sweep.events if e["event"] == "lost")
+
+
+def test_no_replica_and_none_coming_ends_in_bounded_time_and_says_why(sweep, capsys):
+    begun = time.monotonic()
+    assert sweep(items(2), cluster={"resources": {"unobtainium": 1}, "load_s": 2}) == 1
+    assert time.monotonic() - begun < 30
+    said = capsys.readouterr().err
+    assert "none coming" in said and "unobtainium" in said and "slot" in said
+    assert sweep(items(2)) == 0
+
+
+def test_random_kills_for_a_while(sweep, monkeypatch):
+    monkeypatch.setenv("SWEEPS_FAKE_PAUSE_S", "0.05")
+    stop = threading.Event()
+
+    def killer(sweep):
+        rng = random.Random(0)
+        while not stop.wait(rng.uniform(0.5, 2.0)):
+            placed = [e for e in sweep.events if e["event"] == "placed"]
+            lost = {e["replica"] for e in sweep.events if e["event"] == "lost"}
+            alive = [e["pid"] for e in placed if e["replica"] not in lost]
+            if alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rng.choice(alive), signal.SIGKILL)
+
+    thread = sweep.later(killer)
+    code = sweep(items(150), turns=1, seeds=2, unit_cells=8, cluster={"max_deaths": 100})
+    stop.set()
+    thread.join()
+    assert code in (0, 3)
+    held, _ = sweep.settled()
+    assert len(held) >= 290 and sum(e["event"] == "lost" for e in sweep.events) >= 3
+
+
+LATE = """
+import sys
+from tests.sweeps.fakes import FakeReplica
+replica = FakeReplica({}, sys.argv[1], "")
+print(replica.run(sys.stdin.buffer.read())["outcome"])
+"""
+
+
+def test_a_writer_stopped_past_its_retry_and_continued_loses(tmp_path, monkeypatch):
+    from sweeps.folder import enter
+    from sweeps.units import pack
+
+    folder = tmp_path / "run"
+    enter(config(items(2), turns=1), folder)
+    unit = PlanFile(folder).unit("u000000")
+
+    def writer(**env):
+        process = subprocess.Popen(
+            [sys.executable, "-c", LATE, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env={**os.environ, **env},
+        )  # fmt: skip
+        process.stdin.write(pack(unit, {}, 0))
+        process.stdin.close()
+        return process
+
+    stopped = writer(SWEEPS_FAILPOINTS="writer.before_commit=stop")
+    os.waitpid(stopped.pid, os.WUNTRACED)
+    retry = writer()
+    assert retry.stdout.read() == b"won\n"
+    before = (folder / "_commits" / "u000000.json").read_bytes()
+    os.kill(stopped.pid, signal.SIGCONT)
+    assert stopped.stdout.read() == b"lost\n"
+    assert (folder / "_commits" / "u000000.json").read_bytes() == before
