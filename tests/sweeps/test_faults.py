@@ -142,15 +142,14 @@ def test_a_cell_that_hangs_is_found_by_its_stillness(sweep):
 def test_a_node_goes_and_another_comes(sweep, cluster, monkeypatch):
     monkeypatch.setenv("SWEEPS_FAKE_PAUSE_S", "0.1")
 
-    def swap(sweep):
-        sweep.wait_for("dispatched", 3)
-        cluster.remove_node(cluster.workers.pop(0), allow_graceful=False)
-        cluster.workers.append(add_node(cluster))
-
-    thread = sweep.later(swap)
-    assert sweep(items(60), seeds=1, unit_cells=4) == 0
+    codes = []
+    thread = threading.Thread(target=lambda: codes.append(sweep(items(60), seeds=1, unit_cells=4)))
+    thread.start()
+    sweep.wait_for("dispatched", 3)
+    cluster.remove_node(cluster.workers.pop(0), allow_graceful=False)
+    cluster.workers.append(add_node(cluster))
     thread.join()
-    assert sweep.error is None
+    assert codes == [0]
     assert sweep.settled()[1] == {}
     assert len({e["node"] for e in sweep.events if e["event"] == "placed"}) >= 2
     assert all(not e["counts"] for e in sweep.events if e["event"] == "lost")
