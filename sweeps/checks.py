@@ -14,7 +14,7 @@ from typing import Any
 from interlens.errors import InterlensError
 from interlens.interp.sites import canonical_site
 
-from . import inputs, items, shapes
+from . import aggregates, inputs, items, shapes
 from .config import CaptureConfig, ConfigError, InterventionConfig, ScenarioConfig, SweepConfig, did_you_mean
 from .grid import applied, full_path
 from .selection import parse_tokens
@@ -33,6 +33,10 @@ def checked(config: SweepConfig) -> SweepConfig:
         for label in axis.labels:
             _check_scenario(applied_and_normalized(config, {axis.path: label}).scenario)
     items.check(config.scenario.items)
+    try:
+        aggregates.build(config.aggregate, config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     return replace(config, inputs=inputs.hashes(config))
 
 

@@ -12,6 +12,7 @@ from sweeps.aggregates import CellResult
 from sweeps.aggregates.directions import read_directions
 from sweeps.aggregates.results import read_results
 from sweeps.analyzers import enthusiasm_rate
+from sweeps.config import ConfigError
 from sweeps.inputs import hashes
 from sweeps.plan import expand
 from sweeps.report import write_report
@@ -101,6 +102,13 @@ def test_the_planted_direction_is_in_the_file_and_a_next_run_can_name_it(run):
 def test_a_trunks_own_records_are_in_no_direction(run):
     entry = read_results(run.root)["directions"]["directions"][0]
     assert entry["norm_pos"] < 10
+
+
+def test_an_impossible_aggregate_stops_a_configuration(tmp_path):
+    with pytest.raises(ConfigError, match=r"^aggregate 'directions': no column 'frame' .*framing"):
+        talk.config(tmp_path, aggregate={"directions": {"contrast": "frame == 'warm' vs frame == 'cold'"}})
+    with pytest.raises(ConfigError, match=r"^no aggregate 'centroids'; there are: difference_of_means"):
+        talk.config(tmp_path, aggregate={"centroids": {}})
 
 
 def test_outcomes_are_paired_over_the_stored_table(run):
