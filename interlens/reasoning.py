@@ -10,6 +10,7 @@ opens anywhere.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -117,6 +118,18 @@ def split_reply(tokens: tuple[int, ...], markers: Markers | None) -> tuple[tuple
 def _marker_at(tokens: tuple[int, ...], i: int, markers: Iterable[tuple[int, ...]]) -> int:
     """Length of the longest marker that stands at position i; 0 if none does."""
     return max((len(m) for m in markers if tokens[i : i + len(m)] == m), default=0)
+
+
+_CHANNEL = re.compile(r"(?:<\|start\|>[^<]*)?(?:<\|channel\|>|^)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>")
+
+
+def reasoning_text(tokenizer: Any, tokens: tuple[int, ...]) -> str:
+    """Reasoning tokens as text, without markup; harmony's channel headers count as markup."""
+    text = tokenizer.decode(list(tokens), skip_special_tokens=False)
+    if "<|message|>" not in text:
+        return tokenizer.decode(list(tokens), skip_special_tokens=True).strip()
+    text = _CHANNEL.sub("\n\n", text).removesuffix("<|start|>assistant<|channel|>")
+    return re.sub(r"\s*<\|[a-z]+\|>\s*", "\n\n", text).strip()
 
 
 def find_markers(tokenizer: Any, template: str, texts: tuple[str, str] | None = None) -> Markers | None:

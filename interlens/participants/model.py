@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..message import Fed, Message
-from ..reasoning import Markers, phases_of, split_reply
+from ..reasoning import Markers, phases_of, reasoning_text, split_reply
 from ..turns import Ask, Generate, Steps, TurnOptions, TurnRequest, as_tuple
 from .base import Participant
 
@@ -238,7 +238,7 @@ class _Made:
                 "max_new_tokens": sampling.max_new_tokens, "stop_ids": list(sampling.stop_ids),
             },
         }  # fmt: skip
-        reasoning = self.participant.tokenizer.decode(list(self.halves[0]), skip_special_tokens=True).strip()
+        reasoning = reasoning_text(self.participant.tokenizer, self.halves[0])
         if reasoning:
             metadata["reasoning"] = reasoning
         metadata |= self._interventions()
