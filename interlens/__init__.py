@@ -41,6 +41,7 @@ _HOMES = {
     "ActivationRecord": "interp.activation_cache",
     "token_logprobs": "interp.logprobs",
     "decoder_layers": "interp.sites",
+    "RouterSteeringSpec": "interp.routing",
     "UnsupportedIntervention": "errors",
 }
 __all__ = sorted(_HOMES)

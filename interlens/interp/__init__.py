@@ -7,18 +7,26 @@ _HOMES = {
         "ANY", "ActivationCache", "ActivationRecord", "CaptureSpec", "OffloadLocation", "Phase", "offload_to_cpu",
     ),
     "capture": ("CapturedSite", "capture_activations"),
+    "contracts": ("verify",),
+    "expert_load": ("RoutingStats", "js_divergence", "kl_divergence", "routing_stats", "topk_expert_overlap"),
     "hooks": ("attached", "registered"),
     "intervention": ("Intervention",),
+    "lens": ("logit_lens", "unembed"),
     "logprobs": ("token_logprobs",),
     "patching": ("Patch",),
     "pooling": ("group_pool", "span_pool"),
     "registration": ("Registration", "register"),
+    "routing": (
+        "RouterSteeringSpec", "RoutingCapture", "capture_router_logits", "moe_layer_indices", "moe_num_experts",
+        "moe_topk", "route", "routing_of",
+    ),
     "select": ("Layout", "Select", "TokenSequence"),
     "sites": (
         "Site", "canonical_site", "decoder_layers", "describe", "num_layers", "require_site", "resolve_layers",
         "site_width", "sites_of",
     ),
     "steering": ("SteeringSpec",),
+    "..views.render": ("message_token_spans",),
 }  # fmt: skip
 _NAMES = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_NAMES)
@@ -26,9 +34,11 @@ __all__ = sorted(_NAMES)
 
 def __getattr__(name: str):
     if name in _NAMES:
-        return getattr(importlib.import_module(f".{_NAMES[name]}", __name__), name)
+        return getattr(
+            importlib.import_module(_NAMES[name] if _NAMES[name][0] == "." else f".{_NAMES[name]}", __name__), name
+        )
     raise AttributeError(f"module 'interlens.interp' has no attribute {name!r}")
 
 
 def __dir__():
-    return [*__all__, *_HOMES]
+    return __all__

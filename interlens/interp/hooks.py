@@ -184,7 +184,7 @@ def _attach_out(place: Place, visit, undo) -> None:
     undo.append(place.module.register_forward_hook(hook, with_kwargs=True).remove)
 
 
-class _FirstLinear(TorchFunctionMode):
+class FirstLinear(TorchFunctionMode):
     """Shows the result of the first linear map with this weight to `visit`, and goes on with what it returns."""
 
     def __init__(self, weight: Tensor, visit):
@@ -205,7 +205,7 @@ def _attach_linear(place: Place, visit, undo) -> None:
         return _attach_out(place, visit, undo)
 
     def around(forward, *args, **kwargs):
-        with _FirstLinear(place.module.weight, visit):
+        with FirstLinear(place.module.weight, visit):
             return forward(*args, **kwargs)
 
     _wrap_forward(place.module, around, undo)

@@ -1,0 +1,124 @@
+"""Statistics of routing: how load and score mass spread over experts, and how two spreads differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .routing import RoutingCapture
+
+
+@dataclass(frozen=True)
+class RoutingStats:
+    """Load and mass over experts per MoE layer, float64."""
+
+    expert_load: Float[Tensor, "layer expert"]
+    """Share of the picks that went to each expert; rows sum to 1."""
+    expert_mass: Float[Tensor, "layer expert"] | None
+    """Mean over tokens of the router's own scores, normalised per token; None where logits were not kept."""
+    layers: tuple[int, ...]
+    n_tokens: int
+    top_k: int
+
+    def merge(self, other: RoutingStats) -> RoutingStats:
+        """Statistics of both together, weighted by tokens. ValueError if layers, experts or top_k differ."""
+        mine, theirs = (
+            (self.layers, self.expert_load.shape, self.top_k),
+            (other.layers, other.expert_load.shape, other.top_k),
+        )
+        if mine != theirs:
+            raise ValueError(f"statistics over (layers, shape, top_k) {mine} and {theirs} do not merge")
+        total = self.n_tokens + other.n_tokens
+        share, rest = self.n_tokens / total, other.n_tokens / total
+        mass = None
+        if self.expert_mass is not None and other.expert_mass is not None:
+            mass = share * self.expert_mass + rest * other.expert_mass
+        return RoutingStats(share * self.expert_load + rest * other.expert_load, mass, self.layers, total, self.top_k)
+
+
+def routing_stats(
+    captures: Sequence[RoutingCapture], n_experts: int, spans: Sequence[tuple[int, int]] | None = None
+) -> RoutingStats:
+    """Load and mass of captures (one per layer, all of the same tokens) over the union of `spans` (python slices).
+
+    ValueError without captures, without tokens, for layers given twice or of different lengths.
+    """
+    if not captures:
+        raise ValueError("there are no routing captures")
+    layers = tuple(capture.layer for capture in captures)
+    lengths = {len(capture.topk_experts) for capture in captures}
+    if len(set(layers)) != len(layers) or len(lengths) > 1:
+        raise ValueError(
+            f"captures of layers {list(layers)} with {sorted(lengths)} tokens; give one per layer, of the same"
+        )
+    chosen = torch.ones(lengths.pop(), dtype=torch.bool)
+    if spans is not None:
+        chosen[:] = False
+        for start, end in spans:
+            chosen[start:end] = True
+    tokens = int(chosen.sum())
+    if not tokens:
+        raise ValueError(f"spans {spans} hold none of {len(chosen)} tokens")
+    loads, masses = [], []
+    for capture in captures:
+        experts = capture.topk_experts[chosen.to(capture.topk_experts.device)].long().cpu()
+        loads.append(torch.bincount(experts.reshape(-1), minlength=n_experts).double() / experts.numel())
+        if capture.router_logits is not None:
+            scores = expert_scores(capture)[chosen.to(capture.router_logits.device)].cpu()
+            masses.append(scores.mean(0))
+    mass = torch.stack(masses) if len(masses) == len(captures) else None
+    return RoutingStats(torch.stack(loads), mass, layers, tokens, captures[0].topk_experts.shape[1])
+
+
+def expert_scores(capture: RoutingCapture) -> Float[Tensor, "token expert"]:
+    """The router's own scores of every expert in float64, normalised per token: softmax, or sigmoid over its sum."""
+    if capture.router_logits is None:
+        raise ValueError(
+            "this capture kept no logits (top_k_only), and scores of experts that were not picked need them"
+        )
+    logits = capture.router_logits.double()
+    if capture.score_function == "softmax":
+        return logits.softmax(-1)
+    scores = logits.sigmoid()
+    return scores / scores.sum(-1, keepdim=True)
+
+
+def _distributions(p, q) -> tuple[Tensor, Tensor]:
+    p, q = (torch.as_tensor(x).double() for x in (p, q))
+    p, q = (x[None] if x.dim() == 1 else x for x in (p, q))
+    if p.shape != q.shape:
+        raise ValueError(f"distributions of shapes {tuple(p.shape)} and {tuple(q.shape)}")
+    return p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+
+
+def kl_divergence(
+    p: Float[Tensor, "layer expert"], q: Float[Tensor, "layer expert"], eps: float = 1e-8
+) -> Float[Tensor, " layer"]:
+    """KL(p || q) per layer [L], in nats; `eps` is added to both before the logarithm, so that empty experts are finite."""
+    p, q = _distributions(p, q)
+    return (p * ((p + eps).log() - (q + eps).log())).sum(-1)
+
+
+def js_divergence(p: Float[Tensor, "layer expert"], q: Float[Tensor, "layer expert"]) -> Float[Tensor, " layer"]:
+    """Jensen-Shannon divergence per layer [L], in nats: symmetric, 0 for equal, ln 2 for disjoint distributions."""
+    p, q = _distributions(p, q)
+    middle = (p + q) / 2
+    return sum(torch.special.xlogy(x, x / middle.clamp_min(1e-300)).sum(-1) for x in (p, q)) / 2
+
+
+def topk_expert_overlap(
+    p: Float[Tensor, "layer expert"], q: Float[Tensor, "layer expert"], k: int = 8
+) -> Float[Tensor, " layer"]:
+    """Share of the k most used experts that p and q have in common, per layer [L]; k is at most the number of experts."""
+    p, q = _distributions(p, q)
+    k = min(k, p.shape[-1])
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+    tops = [torch.zeros_like(x, dtype=torch.bool).scatter_(-1, x.topk(k, dim=-1).indices, True) for x in (p, q)]
+    return (tops[0] & tops[1]).sum(-1).double() / k

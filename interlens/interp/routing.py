@@ -1,0 +1,272 @@
+"""Mixture-of-experts routing as the router decided it: which experts, with which weights, from which logits.
+
+Nothing here imitates a router. Experts and weights are what the router module returned; from recorded logits they are
+what that same module returns when its linear map gives those logits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..errors import HookDidNotFire, UnknownSite
+from .activation_cache import offload_to_cpu
+from .capture import pack, run_forward
+from .hooks import FirstLinear
+from .registration import Registration, register
+from .select import Select
+from .sites import Locator, Place, resolve_layers
+
+if TYPE_CHECKING:
+    from .activation_cache import ActivationRecord
+
+
+class _Capture(NamedTuple):
+    layer: int
+    router_logits: Tensor | None
+    """[S, E] float32."""
+    topk_experts: Tensor
+    """[S, K] int16: the experts the router returned."""
+    topk_probs: Tensor
+    """[S, K] float16: the weights the router returned."""
+
+
+class RoutingCapture(_Capture):
+    """Routing of S tokens in one layer, `(layer, router_logits, topk_experts, topk_probs)`."""
+
+    score_function: str = "softmax"
+    """How this router turns logits into scores, before bias and selection: "softmax" or "sigmoid"."""
+
+
+def moe_layer_indices(model: nn.Module) -> tuple[int, ...]:
+    """Layers that have a router. ValueError names the class of a model without any."""
+    layers = Locator(model).layers_with("router")
+    if not layers:
+        raise ValueError(f"{type(model).__name__} is a dense model: none of its layers has a router")
+    return layers
+
+
+def moe_num_experts(model: nn.Module) -> int:
+    """How many experts the routers choose from (the largest, if layers differ)."""
+    return max(Locator(model).width("router", layer) for layer in moe_layer_indices(model))
+
+
+def moe_topk(model: nn.Module) -> int:
+    """How many experts a token is given, from what a router returns."""
+    layer = moe_layer_indices(model)[0]
+    logits = torch.zeros(1, Locator(model).width("router", layer))
+    return route(model, layer, logits)[0].shape[1]
+
+
+def capture_router_logits(
+    model: nn.Module,
+    input_ids: Int[Tensor, "row token"],
+    layers: Sequence[int] | int | None = None,
+    top_k_only: bool = False,
+    offload: str | None = "cpu",
+    attention_mask: Tensor | None = None,
+) -> list[RoutingCapture]:
+    """Routing of the real tokens of all rows, in row order, at `layers` (None: all that have a router).
+
+    One no-grad forward. `top_k_only` leaves the logits out. ValueError for a dense model, UnknownSite for a layer
+    without a router, both before the forward.
+    """
+    moe_layer_indices(model)
+    wanted = sorted(resolve_layers(model, layers, "router"))
+    at = Locator(model)
+    ids, lengths = pack(input_ids[None] if input_ids.dim() == 1 else input_ids, attention_mask)
+    real = torch.arange(ids.shape[1])[None] < torch.tensor(lengths)[:, None]
+    kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+    handles = []
+    try:
+        for layer in wanted:
+            handles.append(_router(at, layer).module.register_forward_hook(_keep(layer, real, kept)))
+        with torch.no_grad():
+            run_forward(model, ids.to(next(model.parameters()).device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    if missing := [layer for layer in wanted if layer not in kept]:
+        raise HookDidNotFire(f"the routers of layers {missing} were never reached")
+    flat = [part for layer in wanted for part in kept[layer]]
+    flat = offload_to_cpu(flat) if offload == "cpu" else flat
+    return [
+        _capture(at, layer, None if top_k_only else flat[3 * n], flat[3 * n + 1], flat[3 * n + 2])
+        for n, layer in enumerate(wanted)
+    ]
+
+
+def route(model: nn.Module, layer: int, logits: Float[Tensor, "token expert"]) -> tuple[Tensor, Tensor]:
+    """(experts [S, K], weights [S, K]) that this layer's router picks when its linear map gives `logits`."""
+    place = _router(Locator(model), layer)
+    parameter = next(place.module.parameters())
+    logits = logits.to(parameter.device)
+    hidden = torch.zeros(len(logits), parameter.shape[-1], dtype=parameter.dtype, device=parameter.device)
+    with torch.no_grad(), FirstLinear(place.module.weight, lambda value, source: logits.to(value.dtype)):
+        _, experts, weights = _read(place.module(hidden))
+    return experts, weights
+
+
+def routing_of(model: nn.Module, records: Iterable[ActivationRecord], top_k_only: bool = False) -> list[RoutingCapture]:
+    """Routing captures of records of site `router`, in their order: what the routers decided during a generation."""
+    at, captures = Locator(model), []
+    for record in records:
+        if record.site != "router" or record.pool is not None:
+            raise ValueError(
+                f"a record of {record.site!r} pooled by {record.pool!r} holds no routing; capture 'router'"
+            )
+        experts, weights = route(model, record.layer, record.tensor)
+        logits = None if top_k_only else record.tensor.float()
+        captures.append(_capture(at, record.layer, logits, experts.cpu(), weights.cpu()))
+    return captures
+
+
+def _router(at: Locator, layer: int) -> Place:
+    place = at.place("router", layer % len(at.layers))
+    if place is None:
+        raise UnknownSite(f"layer {layer} has no router; layers that have one: {at.layers_with('router')}")
+    return place
+
+
+def _keep(layer: int, real: Tensor, kept: dict):
+    def hook(module, args, output):
+        mask = real.reshape(-1).to(output[0].device)
+        kept[layer] = tuple(part.reshape(len(mask), -1)[mask] for part in _read(output))
+
+    return hook
+
+
+def _read(output) -> tuple[Tensor, Tensor, Tensor]:
+    """(logits, experts, weights) from what a router returns, whatever the order of the last two."""
+    if isinstance(output, tuple) and len(output) >= 3:
+        experts = next((part for part in output[1:] if not part.is_floating_point()), None)
+        weights = next((part for part in output[1:] if part.is_floating_point()), None)
+        if experts is not None and weights is not None:
+            return output[0], experts, weights if weights.shape == experts.shape else weights.gather(-1, experts)
+    raise ValueError("this router does not return its logits, weights and experts, so its picks cannot be read")
+
+
+def _capture(at: Locator, layer: int, logits: Tensor | None, experts: Tensor, weights: Tensor) -> RoutingCapture:
+    logits = None if logits is None else logits.float()
+    capture = RoutingCapture(layer, logits, experts.to(torch.int16), weights.to(torch.float16))
+    capture.score_function = _score_function(_router(at, layer).module)
+    return capture
+
+
+class _Names(TorchFunctionMode):
+    """Names of the torch functions that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.add(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+def _score_function(router: nn.Module) -> str:
+    parameter = next(router.parameters())
+    with torch.no_grad(), _Names() as names:
+        router(torch.zeros(1, parameter.shape[-1], dtype=parameter.dtype, device=parameter.device))
+    return "sigmoid" if "sigmoid" in names.seen else "softmax"
+
+
+@dataclass(frozen=True, eq=False)
+class RouterSteeringSpec:
+    """Add coef x bias [layers, E] (or [E] for one layer) to router logits before the router selects."""
+
+    bias: Tensor
+    layers: tuple[int, ...]
+    coef: float = 1.0
+    tokens: Select = field(default_factory=Select.all)
+
+    site = "router"
+    rank = 1
+    per_position = False
+
+    def __post_init__(self):
+        layers = (self.layers,) if isinstance(self.layers, int) else tuple(int(layer) for layer in self.layers)
+        bias = torch.as_tensor(self.bias).detach().to(torch.float32, copy=True).cpu()
+        bias = bias[None] if bias.dim() == 1 else bias
+        if layers and min(layers) < 0:
+            raise ValueError(f"name true (non-negative) layers, got {list(layers)}")
+        if not layers or bias.dim() != 2 or len(bias) != len(layers) or len(set(layers)) != len(layers):
+            raise ValueError(f"bias of shape {tuple(bias.shape)} for layers {list(layers)}; it must be [layers, E]")
+        if not bool(bias.isfinite().all()) or not np.isfinite(float(self.coef)):
+            raise ValueError("bias and coef must be finite")
+        for name, value in dict(bias=bias, layers=layers, coef=float(self.coef)).items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def toward_load(
+        cls, load: Tensor, layers: int | Sequence[int], coef: float = 1.0, eps: float = 1e-6, **options: Any
+    ) -> RouterSteeringSpec:
+        """Bias toward a distribution over experts, `load` [layers, E] (>= 0): log(load + eps), centred per layer."""
+        load = torch.as_tensor(load).double()
+        load = load[None] if load.dim() == 1 else load
+        if bool((load < 0).any()) or not bool((load.sum(-1) > 0).all()):
+            raise ValueError("load must be non-negative, with some mass in every layer")
+        bias = (load / load.sum(-1, keepdim=True) + eps).log()
+        return cls((bias - bias.mean(-1, keepdim=True)).float(), layers, coef, **options)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of bias, layers, coef and tokens."""
+        digest = hashlib.blake2b(
+            json.dumps(["router", self.layers, self.coef, str(self.tokens)]).encode(), digest_size=16
+        )
+        digest.update(self.bias.numpy().tobytes())
+        return digest.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.fingerprint == self.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    @property
+    def edit_key(self) -> Hashable:
+        return type(self)
+
+    def is_noop(self) -> bool:
+        return self.coef == 0 or not bool(self.bias.any())
+
+    def check(self, num_layers: int, width: int) -> None:
+        if self.bias.shape[1] != width:
+            raise ValueError(f"a bias over {self.bias.shape[1]} experts does not fit a router over {width}")
+        if not all(layer < num_layers for layer in self.layers):
+            raise ValueError(f"layers {list(self.layers)}: this model has layers 0 to {num_layers - 1}")
+
+    def required_positions(self, num_prompt: int) -> tuple[int, ...]:
+        return ()
+
+    def parameters(self, layer: int, positions: np.ndarray, num_prompt: int | None = None) -> Mapping[str, Tensor]:
+        return {"bias": self.coef * self.bias[self.layers.index(layer)][None]}
+
+    def edit(self, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        return hidden + parameters["bias"].to(hidden.dtype)
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "mode": "router",
+            "site": "router",
+            "layers": list(self.layers),
+            "coef": self.coef,
+            "tokens": str(self.tokens),
+            "fingerprint": self.fingerprint,
+        }
+
+    def register(self, model: nn.Module) -> Registration:
+        """Put this edit on `model` until `.remove()` or the end of a with-block. See `registration`."""
+        return register(model, [self])
