@@ -100,7 +100,7 @@ def _distributions(p, q) -> tuple[Tensor, Tensor]:
 def kl_divergence(
     p: Float[Tensor, "layer expert"], q: Float[Tensor, "layer expert"], eps: float = 1e-8
 ) -> Float[Tensor, " layer"]:
-    """KL(p || q) per layer [L], in nats; `eps` is added to both before the logarithm, so that empty experts are finite."""
+    """KL(p || q) per layer [L], in nats; `eps` is added inside both logarithms, so that it is finite."""
     p, q = _distributions(p, q)
     return (p * ((p + eps).log() - (q + eps).log())).sum(-1)
 
@@ -115,7 +115,7 @@ def js_divergence(p: Float[Tensor, "layer expert"], q: Float[Tensor, "layer expe
 def topk_expert_overlap(
     p: Float[Tensor, "layer expert"], q: Float[Tensor, "layer expert"], k: int = 8
 ) -> Float[Tensor, " layer"]:
-    """Share of the k most used experts that p and q have in common, per layer [L]; k is at most the number of experts."""
+    """Share of the k most used experts that p and q have in common, per layer [L]; k is at most E."""
     p, q = _distributions(p, q)
     k = min(k, p.shape[-1])
     if k < 1:

@@ -113,7 +113,7 @@ def route(model: nn.Module, layer: int, logits: Float[Tensor, "token expert"]) -
     logits = logits.to(parameter.device)
     hidden = torch.zeros(len(logits), parameter.shape[-1], dtype=parameter.dtype, device=parameter.device)
     with torch.no_grad(), FirstLinear(place.module.weight, lambda value, source: logits.to(value.dtype)):
-        _, experts, weights = _read(place.module(hidden))
+        _, experts, weights = _read(type(place.module).forward(place.module, hidden))  # without hooks that are in force
     return experts, weights
 
 
@@ -178,7 +178,8 @@ class _Names(TorchFunctionMode):
 def _score_function(router: nn.Module) -> str:
     parameter = next(router.parameters())
     with torch.no_grad(), _Names() as names:
-        router(torch.zeros(1, parameter.shape[-1], dtype=parameter.dtype, device=parameter.device))
+        x = torch.zeros(1, parameter.shape[-1], dtype=parameter.dtype, device=parameter.device)
+        type(router).forward(router, x)
     return "sigmoid" if "sigmoid" in names.seen else "softmax"
 
 
