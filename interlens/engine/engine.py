@@ -92,10 +92,7 @@ class Engine:
         with self._lock:
             self.counters["requests"] += 1
             try:
-                if hooks.registered(self.model):
-                    raise UnsupportedIntervention(
-                        "interventions registered by hand are in force on this model; leave that block, then generate"
-                    )
+                self._refuse_registered()
                 self._waiting.append(resolve(self._forward, ticket))
             except Exception as error:
                 self.counters["errors"] += 1
@@ -166,9 +163,12 @@ class Engine:
             self.counters["admissions"] += 1
             try:
                 self._table.place(chosen)
-            except Exception:
-                self._waiting.extendleft(reversed(self._table.put_back(chosen)))
-                raise
+            except Exception as error:
+                lost = self._table.put_back(chosen)
+                self._waiting.extendleft(reversed(lost))
+                if not diagnose.is_out_of_memory(error):
+                    raise
+                self._shrink(error, lost)
 
     def _prefill(self) -> tuple[list[Row], Tensor | None]:
         """Feed a chunk of the first group; its rows and their last logits once they are complete.
@@ -227,8 +227,10 @@ class Engine:
             )
             functions, lanes = taps.build(rows, batch, self._edit_tables)
             try:
+                self._refuse_registered()
                 with hooks.attached(self.model, functions) if functions else nullcontext():
                     logits = self._forward(batch, self.slabs)
+                self._refuse_registered()
                 break
             except taps.EditFailed as failed:
                 failures, broken = failed.failures, False
@@ -249,6 +251,12 @@ class Engine:
         if batch.all_logits:
             self._forced_logprobs(rows, batch, logits)
         return logits[:, -1]
+
+    def _refuse_registered(self) -> None:
+        if hooks.registered(self.model):
+            raise UnsupportedIntervention(
+                "interventions registered by hand are in force on this model; leave that block, then generate"
+            )
 
     def _account(self, rows: list[Row], batch: Batch) -> None:
         decoding = batch.num_queries == 1 and all(row in self._table.live for row in rows[:1])
@@ -317,8 +325,8 @@ class Engine:
 
     def _fail(self, row: Row, error: BaseException) -> None:
         """Mark a row; it goes on in its batch without edits and captures until it is retired."""
-        row.error, row.finish_reason, row.edits, row.takes, row.clean_takes = error, "error", (), (), ()
         self._collector.drop(row)
+        row.error, row.finish_reason, row.edits, row.takes, row.clean_takes = error, "error", (), (), ()
         self.counters["errors"] += 1
 
     def _answer(self, row: Row) -> None:
@@ -356,14 +364,17 @@ class Engine:
         self.counters["requeued"] += len(removed)
         self._waiting.extendleft(reversed(removed))
 
-    def _shrink(self, error: BaseException) -> None:
-        """Out of memory: free what is parked, halve the rows, remember the smaller size, say so."""
+    def _shrink(self, error: BaseException, waiting: Sequence[Row] = ()) -> None:
+        """Out of memory: free what is parked, halve the rows, remember the smaller size, say so.
+
+        waiting: rows for which there was no place.
+        """
         table = self._table
         self.counters["out_of_memory"] += 1
-        had = max(1, table.end)
+        had = max(1, table.end + len(waiting))
         self.memory.forget()
         if had == 1:
-            rows = table.live + table.prefilling
+            rows = [*table.live, *table.prefilling, *waiting]
             self._requeue(0)
             for row in rows:
                 self._waiting.remove(row)

@@ -91,6 +91,9 @@ def draw(logits: Float[Tensor, "row vocab"], settings: Sequence[Sampling], seeds
     best = best.scatter_reduce(0, row, race, "amin")
     won = race == best[row]
     tokens = torch.zeros(len(settings), dtype=torch.int64, device=device).scatter(0, row[won], token[won])
+    greedy = [i for i, t in enumerate(temperatures) if t == 0]
+    if greedy:  # equal logits: the first one, as in a batch without noise
+        tokens[greedy] = logits[greedy].max(-1).indices
     sampling_logprobs = None
     if logprobs:
         largest = scores.max(-1).values.double()

@@ -48,7 +48,7 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Hand:
-    """`change(rows [n, W], layer, positions)` of `site` at `layers`, for the positions `at(ids, num_prompt, layout)`."""
+    """`change(rows [n, W], layer, positions)` of `site` at `layers`, at positions `at(ids, num_prompt, layout)`."""
 
     layers: tuple[int, ...]
     at: Callable
@@ -136,7 +136,7 @@ class Run:
     ids: tuple[int, ...]
     num_prompt: int
     states: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
-    logits: torch.Tensor = torch.empty(0)
+    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -242,7 +242,8 @@ def choose(logits: np.ndarray, sampling: Sampling, key: tuple, step: int) -> int
     if sampling.temperature == 0:
         return int(logits.argmax())
     scores = logits / sampling.temperature
-    race = -np.log(uniforms(key, step, len(logits))) / np.exp(scores - scores.max())
+    with np.errstate(divide="ignore"):
+        race = -np.log(uniforms(key, step, len(logits))) / np.exp(scores - scores.max())
     return int(np.where(kept(logits, sampling), race, np.inf).argmin())
 
 

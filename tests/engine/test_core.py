@@ -16,7 +16,7 @@ from interlens.engine.request import Request, Sampling
 from interlens.interp import CaptureSpec, Select
 from interlens.interp.select import Layout
 from interlens.reasoning import Markers
-from tests.engine.reference import check, generate, model_of, patch, phases, prompt, same, steer
+from tests.engine.reference import check, forward, generate, model_of, patch, phases, prompt, same, steer, tolerance
 from tests.tiny import FAMILIES
 
 RESIDUALS = tuple((layer, "residual") for layer in range(3))
@@ -26,6 +26,10 @@ LAYOUT = Layout(markers=MARKERS)
 
 def answer(ids, num_prompt, layout):
     return [p for p, name in enumerate(phases(ids, num_prompt, layout)) if name == "answer"]
+
+
+def windows(ids, num_prompt, layout):
+    return [p for p in range(len(ids)) if p < num_prompt or num_prompt + 2 <= p < num_prompt + 9]
 
 
 @cache
@@ -40,8 +44,8 @@ def workload(family: str):
         ((*first[:40], *prompt(4, 3)), dict(**hot), [steer(2, (1,), 1.0, "ablate"), steer(3, (1,), 0.4, "norm_add")]),
         (prompt(11, 4), dict(temperature=0.7, top_p=None),
          [patch((2, 5, -1, 13), 1), steer(4, (1,), 2.0, tokens=Select.phase("answer"), at=answer)]),
-        (prompt(1, 5), dict(**hot), [steer(5, (2,), 1.0, "replace", Select.window(-1, 1) | Select.window(2, 9, "generated"),
-                                           lambda ids, n, _: [p for p in range(len(ids)) if p < n or n + 2 <= p < n + 9])]),
+        (prompt(1, 5), dict(**hot),
+         [steer(5, (2,), 1.0, "replace", Select.window(-1, 1) | Select.window(2, 9, "generated"), windows)]),
         ((*first[:40], *prompt(4, 3)), dict(temperature=1.0, top_p=0.8, max_new_tokens=4), []),
     ]  # fmt: skip
     requests, runs = [], []
@@ -95,7 +99,7 @@ def test_chunked_prefill_is_whole_prefill(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forked_and_reused_prefixes_are_fresh_ones(family):
-    model, requests, _ = workload(family)
+    model = model_of(family)
     engine = checked(Engine(model), family)
     again = checked(Engine(model), family)
     forkable = engine._forward.forkable
@@ -119,8 +123,6 @@ def test_capture_changes_nothing(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_clean_capture_is_a_plain_forward_of_what_was_said(family):
-    from tests.engine.reference import forward, tolerance
-
     model, requests, _ = workload(family)
     clean = [replace(r, capture=(CaptureSpec(layers=(0, 2), source="clean"),)) for r in requests]
     for reply, request in zip(Engine(model).run(clean), requests, strict=True):
