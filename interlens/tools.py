@@ -259,7 +259,7 @@ def _pythonic(text: str) -> list[Call] | None:
 
 _HARMONY = re.compile(
     r"<\|channel\|>\w+\s+to=functions\.([\w.-]+)[^<]*(?:<\|constrain\|>\s*\w+\s*)?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|$)"
-    r"|to=functions\.([\w.-]+)<\|channel\|>\w+\s*(?:<\|constrain\|>\s*\w+\s*)?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|$)",
+    r"|to=functions\.([\w.-]+)<\|channel\|>\w+[^<]*(?:<\|constrain\|>\s*\w+\s*)?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|$)",
     re.DOTALL,
 )
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from ..interp.select import Layout
+from ..message import Fed
+from ..reasoning import Markers, split_reply
 from .segments import Item, Tokens
 from .template import Reply, Shape, Template, template_of
 from .view import View, ViewMessage, shown
@@ -214,7 +216,7 @@ def _edge(parts: list[str], n: int, shape: Shape, template: Template) -> int:
 
 
 # -- tokens a model generated itself ----------------------------------------------------------------------------------
-def _fed(message: ViewMessage, template: Template):
+def _fed(message: ViewMessage, template: Template) -> Fed | None:
     fed = message.fed
     if fed is None or not fed.generated or fed.template_hash not in ("", template.hash):
         return None
@@ -228,7 +230,7 @@ def _own_tokens(slot: _Slot, template: Template) -> tuple[tuple[int, ...], bool]
         return None
     if message.in_tools:
         return fed.generated, True
-    if "reasoning" not in fed.phases or message.keep_reasoning:
+    if message.keep_reasoning or not _reasons(fed, template):
         return _without_stop(fed.generated, template), True
     return _answer_tokens(message, template) or (), False
 
@@ -239,12 +241,37 @@ def _answer_tokens(message: ViewMessage, template: Template) -> tuple[int, ...] 
     if fed is None:
         return None
     ids = _without_stop(fed.generated, template)
-    if message.keep_reasoning or "reasoning" not in fed.phases:
+    if message.keep_reasoning or not _reasons(fed, template):
         return ids
-    answer = [i for i, phase in zip(ids, fed.phases, strict=False) if phase == "answer"]
+    markers = _markers_of(fed, template)
+    if markers is None:
+        answer = tuple(i for i, phase in zip(ids, fed.phases, strict=False) if phase == "answer")
+    else:
+        answer = _split(ids, markers)[1]
     blank = template.markers.blank if template.markers else frozenset()
     start = next((n for n, i in enumerate(answer) if i not in blank), len(answer))
-    return tuple(answer[start:])
+    return answer[start:]
+
+
+_split = lru_cache(maxsize=4096)(split_reply)
+
+
+def _markers_of(fed: Fed, template: Template) -> Markers | None:
+    """The markers of a generation; of one that was read back, the family's."""
+    if fed.layout is not None:
+        return fed.layout.markers
+    markers, first = template.markers, fed.phases[:1]
+    if markers is None or first != ("reasoning",):
+        return markers
+    return replace(markers, opened=not any(fed.generated[: len(m)] == m for m in markers.open))
+
+
+def _reasons(fed: Fed, template: Template) -> bool:
+    """Whether something generated is not to be seen again: reasoning, or what looks like it in hindsight."""
+    if "reasoning" in fed.phases:
+        return True
+    markers = _markers_of(fed, template)
+    return markers is not None and bool(_split(fed.generated, markers)[0])
 
 
 def _without_stop(ids: tuple[int, ...], template: Template) -> tuple[int, ...]:

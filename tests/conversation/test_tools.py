@@ -1,0 +1,185 @@
+"""Tools: schemas, the calls of every family, and the loop."""
+
+import json
+
+import pytest
+
+from interlens import Conversation, MessagingPolicy, ToolRegistry
+from interlens.tools import Call, Tool, family_of, parse_gemma, parse_harmony, parse_hermes, parse_llama, parse_mistral, parse_pythonic
+from interlens.views import template_of
+
+from .scripted import speaker
+from .tokenizers import family
+
+
+def add(a: int, b: int = 1) -> int:
+    """
+    Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+def fail(why: str) -> str:
+    """
+    Always fails.
+
+    Args:
+        why: The reason.
+    """
+    raise RuntimeError(why)
+
+
+WANTED = Call(name="add", arguments={"a": 2, "b": 3})
+
+
+@pytest.mark.parametrize(
+    "parse, text",
+    [
+        (parse_hermes, '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'),
+        (parse_hermes, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 2, \\"b\\": 3}"}'),
+        (parse_hermes, "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n3\n</parameter>\n</function>\n</tool_call>"),
+        (parse_llama, '<|python_tag|>{"name": "add", "parameters": {"a": 2, "b": 3}}'),
+        (parse_llama, '{"type": "function", "name": "add", "parameters": {"a": 2, "b": 3}}'),
+        (parse_llama, "[add(a=2, b=3)]"),
+        (parse_mistral, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2, "b": 3}, "id": "x"}]'),
+        (parse_mistral, '[TOOL_CALLS]add[ARGS]{"a": 2, "b": 3}'),
+        (parse_gemma, "```tool_code\nprint(add(a=2, b=3))\n```"),
+        (parse_gemma, "<start_function_call>call:add{a:2,b:3}<end_function_call>"),
+        (parse_harmony, '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2, "b": 3}<|call|>'),
+        (parse_harmony, ' to=functions.add<|channel|>commentary json<|message|>{"a": 2, "b": 3}<|call|>'),
+        (parse_pythonic, "<|tool_call_start|>[add(a=2, b=3)]<|tool_call_end|>"),
+    ],
+)  # fmt: skip
+def test_every_family_writes_the_same_call(parse, text):
+    rest, calls = parse(text)
+    assert calls == [WANTED] and rest.strip() == ""
+    assert parse("Nothing to call, just {braces} and [brackets].") == ("Nothing to call, just {braces} and [brackets].", [])
+
+
+@pytest.mark.parametrize(
+    "parse, text, wrong",
+    [
+        (parse_hermes, '<tool_call>{"name": "add", </tool_call>', "not valid JSON"),
+        (parse_hermes, '<tool_call>{"nome": "add"}</tool_call>', "a call is"),
+        (parse_hermes, '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "must be a JSON object"),
+        (parse_mistral, "[TOOL_CALLS] [{", "not valid JSON"),
+        (parse_llama, '{"name": "add", ', "not valid JSON"),
+        (parse_gemma, "```tool_code\nadd(2, 3)\n```", "given by name"),
+        (parse_gemma, "```tool_code\nadd(a=__import__('os'))\n```", "literals"),
+        (parse_pythonic, "<|tool_call_start|>import os<|tool_call_end|>", "not Python calls"),
+    ],
+)
+def test_a_broken_call_becomes_an_error_result(parse, text, wrong):
+    (call,) = parse(text)[1]
+    assert wrong in call.error
+    assert ToolRegistry([add]).run(call) == (f"error: {call.error}", True)
+
+
+def test_several_calls():
+    two = '{"name": "add", "parameters": {"a": 2, "b": 3}}'
+    assert parse_llama(f"{two}; {two}")[1] == [WANTED, WANTED]
+    assert parse_mistral('[TOOL_CALLS]add[ARGS]{"a": 2, "b": 3}[TOOL_CALLS]add[ARGS]{"a": 2, "b": 3}')[1] == [WANTED] * 2
+
+
+def test_schemas_come_from_hints_and_docstrings():
+    schema = Tool.from_function(add).schema["function"]
+    assert schema["name"] == "add" and schema["description"] == "Add two numbers."
+    assert schema["parameters"]["properties"]["a"] == {"type": "integer", "description": "The first."}
+    assert schema["parameters"]["required"] == ["a"]
+    with pytest.raises(ValueError, match="needs a type hint"):
+        Tool.from_function(lambda x: x)
+    registry = ToolRegistry([add])
+    with pytest.raises(ValueError, match="already a tool 'add'"):
+        registry.add(add)
+    assert registry.run(Call(name="sub")) == ("error: no tool 'sub'; there are: add", True)
+    assert registry.run(Call(name="add", arguments={"x": 1}))[0].startswith("error: TypeError")
+
+
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "NAME", "arguments": ARGS}\n</tool_call>',
+    "llama": '{"name": "NAME", "parameters": ARGS}',
+    "mistral": '[TOOL_CALLS] [{"name": "NAME", "arguments": ARGS}]',
+    "harmony": "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGS<|call|>",
+}
+
+
+def call(name, tool, **arguments):
+    template = template_of(family(name))
+    text = CALLS[family_of(template.source, template.takes_tools).name]
+    return text.replace("NAME", tool).replace("ARGS", json.dumps(arguments))
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen2", "qwen3", "llama3", "gemma2", "mistral", "harmony", "phi3"])
+def test_the_loop(name):
+    tokenizer = family(name)
+    final = "<|channel|>final<|message|>It is 5." if name == "harmony" else "It is 5."
+    lines = [call(name, "add", a=2, b=3), call(name, "fail", why="no luck"), final]
+    alice = speaker("alice", tokenizer, lines, tools=[add, fail])
+    conversation = Conversation([alice, speaker("bob", tokenizer)], shared_context="What is 2 + 3?")
+    message = conversation.step("alice")
+    assert message.content == "It is 5." and message.metadata["finish_reason"] == "stop"
+    calls = [c for part in message.metadata["tool_trail"] for c in part["calls"]]
+    assert calls == [
+        {"name": "add", "arguments": {"a": 2, "b": 3}, "result": "5", "is_error": False},
+        {"name": "fail", "arguments": {"why": "no luck"}, "result": "error: RuntimeError: no luck", "is_error": True},
+    ]
+    first, second, third = alice.engine.requests
+    assert [r.key[3] for r in alice.engine.requests] == [0, [0, 1], [0, 2]]
+    own = tokenizer(lines[0], add_special_tokens=False)["input_ids"]
+    if name != "mistral":  # which shows tools with the last user message only
+        assert second.tokens[: len(first.tokens)] == first.tokens  # the call is fed as it was generated
+        assert list(second.tokens[len(first.tokens) :][: len(own)]) == own
+    text = tokenizer.decode(third.tokens)
+    assert "no luck" in text and "5" in text[text.index("2 + 3") + 5 :]
+    assert "It is 5." in conversation.render_templated("bob")
+    json.dumps(message.metadata, allow_nan=False)
+
+
+def test_the_loop_is_bounded_and_says_so():
+    tokenizer = family("qwen2")
+    alice = speaker("alice", tokenizer, call("qwen2", "add", a=1), tools=[add], max_tool_iters=2)
+    message = Conversation([alice], shared_context="Go.").step("alice")
+    assert message.metadata["finish_reason"] == "tool" and len(message.metadata["tool_trail"]) == 2
+    assert len(alice.engine.requests) == 3 and message.content == ""
+
+
+def test_tools_in_a_rollout_are_tools_alone():
+    tokenizer = family("qwen2")
+
+    def answer(request, tokenizer):
+        called = "tool_response" in tokenizer.decode(request.tokens)
+        return f"Sum for {request.key[1]}." if called else call("qwen2", "add", a=request.key[1] or 0)
+
+    conversation = Conversation([speaker("alice", tokenizer, answer, tools=[add])], shared_context="Go.")
+    report = conversation.rollout(4, turns=2)
+    for i, result in enumerate(report):
+        alone = conversation.branch()
+        alone.key = i
+        alone.run(turns=2)
+        assert alone.transcript == result.transcript
+        assert result.transcript[1].metadata["tool_trail"][0]["calls"][0]["result"] == str(i + 1)
+
+
+def test_mailboxes():
+    tokenizer = family("qwen2")
+    script = {
+        "alice": [call("qwen2", "send_message", to="bob", content="Meet at noon."), "Sent."],
+        "bob": [call("qwen2", "read_messages"), "Read it.", call("qwen2", "read_messages"), "Nothing new."],
+    }
+    people = [speaker(name, tokenizer, lines) for name, lines in script.items()]
+    conversation = Conversation(people, shared_context="Work.", communication=MessagingPolicy())
+    sampled = conversation.sample("alice")
+    assert sampled.metadata["tool_trail"] and conversation.communication.boxes.get("bob", []) == []
+    conversation.run(turns=2)
+    assert "Meet at noon." not in conversation.render_templated("bob").split("Read it.")[0].split("tool_response")[0]
+    read = conversation.transcript[2].metadata["tool_trail"][0]["calls"][0]["result"]
+    assert json.loads(read) == [{"from": "alice", "content": "Meet at noon."}]
+    assert [m.author for m in conversation.view("bob")] == ["moderator", "bob"]
+    branch = conversation.branch()
+    conversation.step("bob")
+    assert conversation.transcript[-1].metadata["tool_trail"][0]["calls"][0]["result"] == "[]"
+    assert branch.communication.boxes is not conversation.communication.boxes
