@@ -313,6 +313,7 @@ class Conversation:
         other.communication = copy.deepcopy(self.communication)
         other.message_hooks = copy.deepcopy(self.message_hooks)
         other.capturing, other.conditions = [], []
+        other._calls = self._denied_call
         if seed is not None:
             other.seed = seed
             for p in other.participants:

@@ -355,9 +355,9 @@ def participants_of(models: Any, names: Any, options: Mapping[str, Any]) -> list
     load_options = dict(options.pop("load_options", None) or {})
     made = []
     for model, name in zip(models, names, strict=True):
-        ref = model if isinstance(model, str) else id(model)
+        given, tokenizer = model if isinstance(model, tuple) else (model, None)
+        ref = given if isinstance(given, str) else id(given)
         if ref not in shared:
-            given, tokenizer = model if isinstance(model, tuple) else (model, None)
             is_name = isinstance(given, (str, os.PathLike))
             shared[ref] = (
                 Weights(os.fspath(given), **load_options) if is_name else Weights(model=given, tokenizer=tokenizer)
