@@ -1,18 +1,19 @@
 """LoRA adapters on shared base weights: attached once, off until a row asks for one.
 
-Invariant: a model with attached adapters and no row asking for any computes what it computed before, and outside
-`per_row` no hook of this module exists.
+Invariant: a model with attached adapters and no row asking for any computes what it computed before, and no hook of
+this module exists outside `per_row`. Works on transformers models and on PEFT's wrapper alike.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import nn
 
 from .errors import CannotLoad, UnsupportedIntervention
@@ -36,25 +37,46 @@ def attach(model: nn.Module, folder: str | os.PathLike) -> str:
             f"adapter {folder!r} has {', '.join(unfit)}; only plain LoRA can be shared by rows of a batch: "
             "merge it into its base (PEFT's merge_and_unload) and load the merged folder"
         )
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     path = os.path.realpath(os.path.expanduser(folder))
     name = f"{Path(path).name}-{hashlib.blake2b(path.encode(), digest_size=4).hexdigest()}".replace(".", "_")
-    if name in getattr(model, "peft_config", {}):
+    if name in attached(model):
         return name
-    target: Any = model
-    before, trainable = _active(model), {id(p) for p in model.parameters() if p.requires_grad}
+    before, trainable = in_force(model), {id(p) for p in model.parameters() if p.requires_grad}
     try:
-        target.load_adapter(path, adapter_name=name)
+        _inject(model, path, name)
     except Exception as error:
         raise CannotLoad(f"cannot attach adapter {folder!r} to {type(model).__name__}: {error}") from error
-    for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
-            module.set_adapter(before, inference_mode=True)
-    for parameter in model.parameters():
-        parameter.requires_grad_(id(parameter) in trainable)
-    model.eval()
+    finally:
+        _set_active(model, before)
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in trainable)
+        model.eval()
     return name
+
+
+def _inject(model: nn.Module, path: str, name: str) -> None:
+    """By PEFT alone, whatever PEFT transformers asks for; then every tensor of the file is looked for in the model."""
+    from peft import PeftConfig, PeftModel, inject_adapter_in_model, set_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    weights = load_peft_weights(path, device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns of adapters attached before
+        if isinstance(model, PeftModel):
+            model.load_adapter(path, adapter_name=name)
+        else:
+            config = PeftConfig.from_pretrained(path)
+            inject_adapter_in_model(config, model, adapter_name=name)
+            bare = {key.removeprefix("base_model.model."): value for key, value in weights.items()}
+            set_peft_model_state_dict(model, bare, adapter_name=name)
+    marker = f".{name}.weight"
+    stored = {key.replace(marker, ".weight"): p for key, p in model.named_parameters() if marker in key}
+    if len(stored) != len(weights):
+        raise ValueError(f"it holds {len(weights)} tensors, and this model has places for {len(stored)}")
+    for key, value in weights.items():
+        place = next((p for known, p in stored.items() if key.endswith(known) or known.endswith(key)), None)
+        if place is None or not torch.equal(place.detach().cpu(), value.to(place.dtype)):
+            raise ValueError(f"its tensor {key} did not arrive in the model")
 
 
 def attached(model: nn.Module) -> tuple[str, ...]:
@@ -64,19 +86,19 @@ def attached(model: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def per_row(model: nn.Module, names: Sequence[str | None]) -> Generator[None]:
-    """Inside, row i of every forward runs under adapter `names[i]`; None is the model as it is without being asked."""
-    if not any(names):
-        yield
-        return
+    """Inside, row i of every forward runs under adapter `names[i]`; None is the base weights alone.
+
+    Raises UnsupportedIntervention for a name that is not attached. Hooks are removed whatever happens inside.
+    """
     if unknown := sorted({name for name in names if name} - set(attached(model))):
         has = ", ".join(attached(model)) or "none"
         raise UnsupportedIntervention(f"no adapter {', '.join(unknown)} on this {type(model).__name__}; it has: {has}")
+    if not any(names) and not in_force(model):
+        yield
+        return
     from peft.tuners.lora import LoraLayer
 
-    active = _active(model)
-    if len(active) > 1:
-        raise UnsupportedIntervention(f"adapters {', '.join(active)} are active at once; only one or none can be")
-    wanted = [name or (active[0] if active else _BASE) for name in names]
+    wanted = [name or _BASE for name in names]
 
     def choose(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return args, {**kwargs, "adapter_names": wanted}
@@ -92,8 +114,18 @@ def per_row(model: nn.Module, names: Sequence[str | None]) -> Generator[None]:
             handle.remove()
 
 
-def _active(model: nn.Module) -> list[str]:
-    """Adapters in force when nobody asks."""
+def _set_active(model: nn.Module, names: list[str]) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.set_adapter(names, inference_mode=True)
+
+
+def in_force(model: nn.Module) -> list[str]:
+    """Adapters that a plain call of the model runs under."""
+    if not attached(model):
+        return []
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for module in model.modules():

@@ -48,7 +48,7 @@ class Loaded:
     """"embedded", "gguf", "folder", "hub" or "object"."""
     revision: str | None = None
     adapter: str | None = None
-    """Name under which the adapter is attached to `model`, inactive until a request asks for it."""
+    """Name under which the adapter is attached to `model`; requests that name it run under it, others do not."""
     dtype: str = ""
     device: str = ""
     """Of the first parameter; a sharded model has a `hf_device_map` besides."""
@@ -303,7 +303,12 @@ def _from_object(model: nn.Module, tokenizer: Any) -> Loaded:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
-    return _describe(model.eval(), tokenizer, name=name, kind="object")
+    active = adapters.in_force(model)
+    if len(active) > 1:
+        raise CannotLoad(
+            f"adapters {', '.join(active)} are active at once on this {type(model).__name__}; set one, or none"
+        )
+    return _describe(model.eval(), tokenizer, name=name, kind="object", adapter=active[0] if active else None)
 
 
 def _with_adapter(base: Loaded, folder: str | os.PathLike | None) -> Loaded:

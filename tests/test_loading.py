@@ -38,9 +38,10 @@ def folder(tmp_path, smollm2) -> Path:
 
 
 def save_adapter(path: Path, base: str | None, seed: int = 1, **config) -> Path:
+    base_model = build_tiny()
     torch.manual_seed(seed)
-    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **config)
-    model = get_peft_model(build_tiny(), lora)
+    lora = LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **config)
+    model = get_peft_model(base_model, lora)
     model.save_pretrained(path)
     stored = json.loads((path / "adapter_config.json").read_text())
     (path / "adapter_config.json").write_text(json.dumps(stored | {"base_model_name_or_path": base}))
@@ -208,6 +209,27 @@ def get_reference(folder, adapter):
     return PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(folder), adapter).eval()
 
 
+def test_a_second_adapter_leaves_the_first_as_it_was(folder, tmp_path):
+    one = load(folder, adapter=save_adapter(tmp_path / "one", None, seed=1))
+    with adapters.per_row(one.model, [one.adapter]):
+        before = logits(one.model)
+    load(folder, adapter=save_adapter(tmp_path / "two", None, seed=2))
+    with adapters.per_row(one.model, [one.adapter]):
+        assert torch.equal(logits(one.model), before)
+
+
+def test_an_adapter_of_another_base_is_refused(folder, tmp_path):
+    other = save_adapter(tmp_path / "other", None)
+    config = json.loads((other / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
+    before = logits(load(folder).model)
+    with pytest.raises(
+        CannotLoad, match=r"cannot attach adapter .*it holds 12 tensors, and this model has places for 6"
+    ):
+        load(folder, adapter=other)
+    assert torch.equal(logits(load(folder).model), before)
+
+
 def test_rows_of_one_batch_have_different_adapters(folder, tmp_path):
     one = load(folder, adapter=save_adapter(tmp_path / "one", None, seed=1))
     two = load(folder, adapter=save_adapter(tmp_path / "two", None, seed=2))
@@ -255,3 +277,44 @@ def test_the_hash_of_weights_sees_one_changed_tensor():
     with torch.no_grad():
         two.model.layers[1].mlp.up_proj.weight.add_(1e-3)
     assert weights_hash(one) != weights_hash(two)
+
+
+def test_a_peft_model_is_asked_for_by_its_adapter(tmp_path, smollm2):
+    """A user's own PEFT model runs under its adapter where that is requested, and as its base where it is not."""
+    base = logits(build_tiny())
+    torch.manual_seed(1)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = get_peft_model(build_tiny(), lora).eval()
+    adapted = logits(model)
+    loaded = load(model, tokenizer=smollm2.tokenizer)
+    assert loaded.adapter == "default" and loaded.model is model
+    with adapters.per_row(model, ["default", None]):
+        both = logits(model, torch.cat([IDS, IDS]))
+    torch.testing.assert_close(both, torch.cat([adapted, base]))
+    other = load(model, tokenizer=smollm2.tokenizer, adapter=save_adapter(tmp_path / "other", None, seed=5)).adapter
+    assert adapters.attached(model) == ("default", other)
+    with adapters.per_row(model, [None, other]):
+        assert torch.equal(logits(model, torch.cat([IDS, IDS]))[:1], logits_of_base(model))
+    torch.testing.assert_close(logits(model), adapted)
+
+
+def logits_of_base(model):
+    with adapters.per_row(model, [None, None]):
+        return logits(model, torch.cat([IDS, IDS]))[:1]
+
+
+def test_the_engine_runs_adapters_row_by_row(folder, tmp_path):
+    """Base and two adapters in one engine, in one batch, with equal tokens alone and together."""
+    from interlens.engine.engine import Engine
+    from interlens.engine.request import Request, Sampling
+
+    one = load(folder, adapter=save_adapter(tmp_path / "one", None, seed=1))
+    two = load(folder, adapter=save_adapter(tmp_path / "two", None, seed=2))
+    greedy = Sampling(temperature=0, max_new_tokens=6)
+    requests = [
+        Request(tokens=tuple(IDS[0].tolist()), sampling=greedy, adapter=name, key=(i,))
+        for i, name in enumerate([one.adapter, None, two.adapter])
+    ]
+    together = [reply.tokens for reply in Engine(one.model).run(requests)]
+    alone = [Engine(one.model).run([request])[0].tokens for request in requests]
+    assert together == alone and len(set(together)) == 3

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import DynamicCache
 
+from ..adapters import attached, per_row
 from .slabs import Slabs, Window
 
 
@@ -79,7 +79,7 @@ class Forward:
 
     def check_adapter(self, adapter: str | None) -> None:
         """ValueError if a request cannot run under this adapter."""
-        known = list(getattr(self.model, "peft_config", {}))
+        known = attached(self.model)
         if adapter is not None and adapter not in known:
             raise ValueError(f"no adapter {adapter!r} on this model; it has: {', '.join(known) or 'none'}")
 
@@ -92,7 +92,7 @@ class Forward:
             inputs["logits_to_keep"] = 1
         slabs.window = window
         try:
-            with torch.no_grad(), _adapters_in_force(self.model, batch.adapters, inputs):
+            with torch.no_grad(), per_row(self.model, batch.adapters):
                 output = self.model(**inputs, **{self._cache_name: slabs}, use_cache=True, return_dict=True)
         finally:
             slabs.window = None
@@ -107,7 +107,7 @@ class Forward:
             "input_ids": torch.tensor([ids[start:stop]], device=self.device),
             "position_ids": torch.arange(start, stop, device=self.device)[None],
         }
-        with torch.no_grad(), _adapters_in_force(self.model, batch.adapters, inputs):
+        with torch.no_grad(), per_row(self.model, batch.adapters):
             output = self.model(**inputs, **{self._cache_name: self._state}, use_cache=True, return_dict=True)
         return output.logits if batch.all_logits else output.logits[:, -1:]
 
@@ -167,25 +167,3 @@ def _mask_types(config) -> dict[str, int | None] | None:
     if len(kinds) == 1:
         return {kinds[0]: known[kinds[0]]}
     return {kind: known[kind] for kind in kinds} if kinds else {"full_attention": sliding}
-
-
-@contextmanager
-def _adapters_in_force(model, adapters: Sequence[str | None], inputs: dict):
-    """Every row runs under its own LoRA adapter (None: the base weights alone).
-
-    PEFT's mixed-batch pre-hooks outlive an exception inside the model and would break every later call: those that
-    this forward left are removed.
-    """
-    if not hasattr(model, "peft_config"):
-        yield
-        return
-    inputs["adapter_names"] = [name or "__base__" for name in adapters]
-    before = {id(module): set(module._forward_pre_hooks) for module in model.modules()}
-    try:
-        yield
-    except BaseException:
-        for module in model.modules():
-            for handle in set(module._forward_pre_hooks) - before[id(module)]:
-                del module._forward_pre_hooks[handle]
-                module._forward_pre_hooks_with_kwargs.pop(handle, None)
-        raise
