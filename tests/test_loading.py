@@ -1,5 +1,6 @@
 """Loading: one load per process, one conversion per machine, adapters that never leak, errors that say what to do."""
 
+import importlib.util
 import json
 import os
 import re
@@ -143,6 +144,24 @@ def test_a_model_is_sharded_over_a_device_map(folder):
     sharded = load(folder, device={"": "cpu"})
     assert sharded.model is not whole.model
     assert torch.equal(logits(sharded.model), logits(whole.model))
+
+
+@pytest.mark.parametrize("quantize", ["8bit", "4bit"])
+def test_a_model_is_quantized_where_the_library_is(folder, quantize):
+    loaded = load(folder, device="cpu", dtype="float16" if quantize == "8bit" else "float32", quantize=quantize)
+    kinds = {type(module).__name__ for module in loaded.model.modules()}
+    assert loaded.quantized == quantize and {"8bit": "Linear8bitLt", "4bit": "Linear4bit"}[quantize] in kinds
+    assert loaded.model is not load(folder, device="cpu").model
+    assert torch.isfinite(logits(loaded.model)).all()
+
+
+def test_a_missing_quantization_library_names_the_command(folder, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "bitsandbytes" else find(name, *a)
+    )
+    with pytest.raises(CannotLoad, match=r"quantize='4bit' needs bitsandbytes; run: pip install bitsandbytes"):
+        load(folder, quantize="4bit")
 
 
 def test_a_missing_embedded_package_names_the_command(monkeypatch):

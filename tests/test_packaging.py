@@ -26,6 +26,17 @@ def test_the_wheel_holds_packages_configuration_and_type_markers(wheel):
     assert not [name for name in held if name.startswith(("tests", "benchmarks", "examples", "conf/"))]
 
 
+def test_the_installed_wheel_runs_without_a_checkout(wheel, tmp_path):
+    """Unpacked on a path of its own, in another working directory, the command finds its configuration."""
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    code = f"import sys; sys.path[:] = [{str(site)!r}] + [p for p in sys.path if {str(ROOT)!r} != p and p]; "
+    code += "from sweeps.cli import main; sys.argv = ['sweeps', 'plan', 'experiment=enthusiasm']; sys.exit(main())"
+    ran = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "cells" in ran.stdout
+
+
 def test_pins_agree_with_the_ranges():
     """Every requirement of pyproject.toml admits exactly the version that constraints.txt pins."""
     import tomllib

@@ -50,7 +50,11 @@ def lookup(word: str) -> str:
 def parsed(name: str, text: str) -> list[tuple[str, str]]:
     """(own or other, content) of the turns in a rendered prompt, by the family's markers."""
     turns = [tuple(g for g in found if g) for found in re.findall(TURNS[name], text, re.DOTALL)]
-    return [(t[0] in OWN, (t[1] if len(t) > 1 else "").strip()) for t in turns if t[0] not in ("system", "SYSTEM", "developer")]
+    return [
+        (t[0] in OWN, (t[1] if len(t) > 1 else "").strip())
+        for t in turns
+        if t[0] not in ("system", "SYSTEM", "developer")
+    ]
 
 
 @pytest.mark.parametrize("reasoning", [False, True], ids=["plain", "reasoning"])
@@ -212,7 +216,9 @@ def test_branch_start_is_the_first_token_after_the_trunk():
                 message = branch.step(who)
                 prompts.append(message.fed)
                 start = message.fed.layout.branch_start
-                trunk = max(stop for i, (_, stop) in message.fed.layout.message_spans.items() if i < branch.branch_start)
+                trunk = max(
+                    stop for i, (_, stop) in message.fed.layout.message_spans.items() if i < branch.branch_start
+                )
                 assert trunk <= start <= message.fed.layout.message_spans[branch.branch_start][0]
         (warm, cold) = prompts[0], prompts[2]
         same = next(n for n, (a, b) in enumerate(zip(warm.prompt, cold.prompt, strict=False)) if a != b)

@@ -103,7 +103,9 @@ def test_axes_in_every_form(tmp_path):
     assert under.scenario.framing is None and under.scenario.trunk.temperature == 1.0
     assert under.intervention[0].direction == "random:1" and under.intervention[0].tokens == "branch"
     assert under.scenario.participants["bob"].temperature == 0.5
-    nested = talk.config(tmp_path, intervention=steer, grid={"intervention": {"coef": [0, 4], "layers": {"a": [1], "b": [2]}}})
+    nested = talk.config(
+        tmp_path, intervention=steer, grid={"intervention": {"coef": [0, 4], "layers": {"a": [1], "b": [2]}}}
+    )
     assert [(axis.path, axis.labels) for axis in nested.grid] == [
         ("intervention.coef", (0, 4)), ("intervention.layers", ("a", "b"))
     ]  # fmt: skip

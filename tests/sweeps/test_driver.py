@@ -136,7 +136,9 @@ sys.exit(driver.run(config(items(20), unit_cells=4, turns=1), sys.argv[1], repli
 
 def command(folder, **env):
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, str(folder)], env={**os.environ, "SWEEPS_FAKE_PAUSE_S": "0.02", **env}, text=True
+        [sys.executable, "-c", COMMAND, str(folder)],
+        env={**os.environ, "SWEEPS_FAKE_PAUSE_S": "0.02", **env},
+        text=True,
     )
 
 

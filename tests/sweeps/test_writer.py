@@ -157,7 +157,9 @@ def test_commits_say_what_the_files_are(run):
         assert len(data) == file["bytes"] and hashlib.sha256(data).hexdigest() == file["sha256"]
         if file["path"].endswith(".parquet"):
             assert pq.read_metadata(root / file["path"]).num_rows == file["rows"]
-            assert pq.read_schema(root / file["path"]).metadata[b"schema_version"] == str(tables.SCHEMA_VERSION).encode()
+            assert (
+                pq.read_schema(root / file["path"]).metadata[b"schema_version"] == str(tables.SCHEMA_VERSION).encode()
+            )
     assert not list((root / "_tmp").iterdir())
 
 
