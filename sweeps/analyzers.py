@@ -35,6 +35,10 @@ DISTASTE_WORDS = frozenset(words(_DISTASTE))
 """Common English words of distaste, likewise."""
 
 
+UNITS = {"enthusiasm": "per 100 words", "valence": "per 100 words", "repetition": "(share of trigrams)", "words": ""}
+"""How `enthusiasm` below counts, for labels; in the order of interest."""
+
+
 def enthusiasm_rate(text: str) -> float:
     """Exclamation marks plus words of delight, per 100 words. 0 for a text without words."""
     said = words(text)

@@ -1,19 +1,30 @@
-"""Names that expressions may use, and the row of values of one record: the same on replicas and over stored tables."""
+"""Names that expressions may use, and their values: the same on replicas and over stored tables.
+
+Every record has `FIXED`, every axis by its path (and by its last part where that is unambiguous), `item.<column>` of
+the scenario row, `outcome.<name>` of the cell, and `message.<field>` of the message it belongs to. Over stored data
+also `label.<column>` of a user's table, joined by `cell` and, where it has one, `message_idx`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .expressions import Row
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    from interlens.interp.activation_cache import ActivationRecord
 
     from . import CellResult
 
 FIXED = ("cell", "trunk", "item", "trunk_seed", "branch_seed", "participant", "message_idx", "layer", "site", "pool")
-"""Columns every record has; beside them every axis by its path, and `item.<column>` of the scenario row."""
+MESSAGE = ("author", "content", "finish_reason", "num_tokens")
+"""Fields of `message.<field>`."""
+PREFIXES = ("item.", "outcome.", "message.", "label.")
 
 
 def cell_columns(result: CellResult) -> dict[str, Any]:
@@ -32,25 +43,168 @@ def cell_columns(result: CellResult) -> dict[str, Any]:
     return row
 
 
-def with_short_names(condition: Mapping[str, Any]) -> dict[str, Any]:
-    """Axes by path, and by their last part where that is unambiguous (`coef` for `intervention.coef`)."""
-    row = dict(condition)
-    shorts = [path.rsplit(".", 1)[-1] for path in condition]
-    for path, short in zip(condition, shorts, strict=True):
-        if shorts.count(short) == 1 and short not in FIXED:
-            row.setdefault(short, condition[path])
+def record_columns(result: CellResult, record: ActivationRecord) -> dict[str, Any]:
+    """Columns that a record adds to its cell's."""
+    row: dict[str, Any] = {
+        "participant": record.participant,
+        "message_idx": record.message_idx,
+        "layer": record.layer,
+        "site": record.site,
+        "pool": record.pool,
+    }
+    if 0 <= record.message_idx < len(result.messages):
+        message = result.messages[record.message_idx]
+        values = (
+            message.author,
+            message.content,
+            message.metadata.get("finish_reason"),
+            message.metadata.get("n_tokens"),
+        )
+        row.update({f"message.{name}": value for name, value in zip(MESSAGE, values, strict=True)})
     return row
 
 
-def table_rows(table: pa.Table, axes: Sequence[str]) -> Iterator[Row]:
-    """Rows of `Run.vectors`' table with the names expressions know; trunk records (no cell) come as they are."""
-    for row in table.to_pylist():
-        yield {**row, **with_short_names({path: row.get(path) for path in axes})}
+def with_short_names(condition: Mapping[str, Any]) -> dict[str, Any]:
+    """Axes by path, and by their last part where that is unambiguous (`coef` for `intervention.coef`)."""
+    row = dict(condition)
+    for short, path in short_names(list(condition)).items():
+        row.setdefault(short, condition[path])
+    return row
 
 
-def check_known(names: frozenset[str], axes: Sequence[str], source: str) -> None:
+def short_names(axes: Sequence[str]) -> dict[str, str]:
+    """Last part of an axis's path -> the path, where only one axis ends so and nothing else has that name."""
+    shorts = [path.rsplit(".", 1)[-1] for path in axes]
+    pairs = zip(shorts, axes, strict=True)
+    return {short: path for short, path in pairs if shorts.count(short) == 1 and short not in (*FIXED, *axes)}
+
+
+def check_known(names: Iterable[str], axes: Sequence[str], source: str, labels: bool = False) -> None:
     """ValueError for a name that no cell of this configuration has; item and outcome columns are taken on trust."""
-    known = {*FIXED, *with_short_names(dict.fromkeys(axes))}
+    known = {*FIXED, *axes, *short_names(axes), *(f"message.{name}" for name in MESSAGE)}
+    trusted = ("item.", "outcome.", "label.") if labels else ("item.", "outcome.")
     for name in sorted(names):
-        if name not in known and not name.startswith(("item.", "outcome.")):
-            raise ValueError(f"no column {name!r} in {source!r}; there are: {', '.join(sorted(known))}, item.<column>")
+        if name not in known and not name.startswith(trusted):
+            hint = ", label.<column> (with labels: FILE)" if name.startswith("label.") else ""
+            raise ValueError(
+                f"no column {name!r} in {source!r}; there are: {', '.join(sorted(known))}, item.<column>{hint}"
+            )
+
+
+def axes_of(run: Any) -> list[str]:
+    """Paths of the grid's axes."""
+    return [axis.path for axis in run.config.grid]
+
+
+def columns(run: Any, table: pa.Table, names: Iterable[str], labels: str | None = None) -> pa.Table:
+    """The values of `names` for every row of an index table (as `Run.vectors` gives it): one column per name.
+
+    KeyError for a name that is nowhere, listing what there is.
+    """
+    found = {}
+    for name in sorted(set(names)):
+        found[name] = _column(run, table, name, labels)
+    return pa.table(found) if found else pa.table({"cell": table.column("cell")})
+
+
+def _column(run: Any, table: pa.Table, name: str, labels: str | None) -> Any:
+    shorts = short_names(axes_of(run))
+    for known in (name, shorts.get(name)):
+        if known is not None and known in table.column_names:
+            return table.column(known)
+    prefix, _, field = name.partition(".")
+    if prefix == "item" and field:
+        rows = item_rows(run)
+        return _looked_up(table.column("item"), {item: row.get(field) for item, row in rows.items()})
+    if prefix == "outcome" and field:
+        outcomes = run.outcomes()
+        column = field if field in outcomes.column_names else name
+        if column not in outcomes.column_names:
+            raise KeyError(f"no outcome {field!r}; there are: {', '.join(_own(outcomes, run)) or 'none'}")
+        values = dict(zip(outcomes.column("cell").to_pylist(), outcomes.column(column).to_pylist(), strict=True))
+        return _looked_up(table.column("cell"), values)
+    if prefix == "message" and field in MESSAGE:
+        return _by_message(table, _messages(run, field))
+    if prefix == "label" and labels is not None:
+        return _label(table, read_labels(labels), field)
+    known = [*table.column_names, *shorts, "item.<column>", "outcome.<name>", "message.<field>"]
+    raise KeyError(f"no column {name!r}; there are: {', '.join(known)}")
+
+
+def _own(outcomes: pa.Table, run: Any) -> list[str]:
+    planned = {"cell", "item", "trunk", "trunk_seed", "branch_seed", *axes_of(run)}
+    return [name for name in outcomes.column_names if name not in planned]
+
+
+def item_rows(run: Any) -> dict[str, Mapping[str, Any]]:
+    """Item id -> its row, from the run folder's own copy."""
+    rows: dict[str, Mapping[str, Any]] = {}
+    for path in sorted((Path(run.root) / "inputs").glob("items-*.jsonl")):
+        with path.open("rb") as lines:
+            rows.update({row["id"]: row for row in map(json.loads, lines)})
+    return rows
+
+
+def _looked_up(keys: Any, values: Mapping[Any, Any]) -> pa.Array:
+    return pa.array([values.get(key) for key in keys.to_pylist()])
+
+
+def _messages(run: Any, field: str) -> dict[tuple[Any, int], Any]:
+    stored = {"num_tokens": "tokens"}.get(field, field)
+    table = run.table("messages", columns=["cell", "message_idx", stored], filter=pc.field("cell").is_valid())
+    values = pc.list_value_length(table.column(stored)) if field == "num_tokens" else table.column(stored)
+    keys = zip(table.column("cell").to_pylist(), table.column("message_idx").to_pylist(), strict=True)
+    return dict(zip(keys, values.to_pylist(), strict=True))
+
+
+def _by_message(table: pa.Table, values: Mapping[tuple[Any, int], Any]) -> pa.Array:
+    keys = zip(table.column("cell").to_pylist(), table.column("message_idx").to_pylist(), strict=True)
+    return pa.array([values.get(key) for key in keys])
+
+
+def read_labels(path: str) -> pa.Table:
+    """A user's CSV or Parquet of labels. ValueError where it lacks a `cell` column or holds a row twice."""
+    if not Path(path).is_file():
+        raise ValueError(f"labels: no file {path!r}")
+    if str(path).endswith(".parquet"):
+        import pyarrow.parquet as pq
+
+        table = pq.read_table(path)
+    else:
+        from pyarrow import csv
+
+        table = csv.read_csv(path, convert_options=csv.ConvertOptions(column_types={"cell": pa.string()}))
+    if "cell" not in table.column_names:
+        raise ValueError(f"labels: {path!r} has no column 'cell'; it has: {', '.join(table.column_names)}")
+    keys = [name for name in ("cell", "message_idx") if name in table.column_names]
+    if table.group_by(keys).aggregate([]).num_rows < table.num_rows:
+        raise ValueError(f"labels: {path!r} has two rows for one {' and '.join(keys)}")
+    return table
+
+
+def _label(table: pa.Table, labels: pa.Table, field: str) -> pa.Array:
+    if field not in labels.column_names:
+        raise KeyError(f"no label {field!r}; the file has: {', '.join(labels.column_names)}")
+    values = labels.column(field).to_pylist()
+    cells = labels.column("cell").to_pylist()
+    if "message_idx" in labels.column_names:
+        keys = zip(cells, labels.column("message_idx").to_pylist(), strict=True)
+        return _by_message(table, dict(zip(keys, values, strict=True)))
+    return _looked_up(table.column("cell"), dict(zip(cells, values, strict=True)))
+
+
+def evaluated(table: pa.Table, test: Callable[[Mapping[str, Any]], Any]) -> np.ndarray:
+    """`test` of every row, [N] of objects; called once per distinct row, so large tables cost no Python per row."""
+    if table.num_rows == 0:
+        return np.zeros(0, dtype=object)
+    codes = np.zeros(table.num_rows, dtype=np.int64)
+    for column in table.columns:
+        encoded = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+        encoded = encoded.dictionary_encode(null_encoding="encode").indices.to_numpy()
+        _, codes = np.unique(codes * (int(encoded.max()) + 1) + encoded, return_inverse=True)
+    _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
+    distinct = table.take(pa.array(first)).to_pylist()
+    results = np.empty(len(distinct), dtype=object)
+    for i, row in enumerate(distinct):
+        results[i] = test(row)
+    return results[inverse]

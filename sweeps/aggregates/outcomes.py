@@ -21,8 +21,9 @@ from interlens.statistics import mean_interval
 
 from ..inputs import parse_direction
 from . import CellResult, State
+from .columns import axes_of
 from .directions import direction_of
-from .places import axes_of, places
+from .places import places
 from .streaming import Keyed, MomentsSum, moments_of
 
 Pair = tuple[str, dict[Any, float]]

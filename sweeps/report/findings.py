@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..aggregates.results import read_results
+from ..analyzers import UNITS
 from .markup import interval, number
 
 
@@ -102,7 +103,14 @@ def _told(result: dict[str, Any]) -> list[dict[str, Any]]:
     kept = (
         projected[edited[0] :][:1] + projected[max(edited[0] + 1, len(projected) - 1) :] if edited else projected[-1:]
     )
-    return text[:4] + kept
+    text.sort(key=lambda r: _order(r["measure"]))
+    return text[:5] + kept
+
+
+def _order(measure: str) -> tuple[int, str]:
+    """Measures that the package knows first, in their order; one measure of all participants together."""
+    name, _, who = measure.partition(".")
+    return (list(UNITS).index(name) if name in UNITS else len(UNITS), f"{name}.{who}")
 
 
 def title(response: dict[str, Any]) -> str:
@@ -110,7 +118,8 @@ def title(response: dict[str, Any]) -> str:
     if response["of"] == "projection":
         return f"{response['participant']}'s projection on the direction at layer {response['layer']}"
     measure, _, who = response["measure"].partition(".")
-    return f"{who}'s {measure}" if who else measure
+    said = f"{measure} {UNITS[measure]}" if UNITS.get(measure) else measure
+    return f"{who}'s {said}" if who else said
 
 
 def _capital(line: str) -> str:

@@ -1,0 +1,119 @@
+"""What every aggregate over a contrast shares: its options, its labelled places, its held-out evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from interlens.probes import cosine_map, evaluate
+
+from .columns import check_known, read_labels
+from .expressions import parse, parse_contrast
+from .places import Labelled, labelled_places
+
+CONTROLS = ("shuffled", "random")
+FINER_THAN_TRUNK = ("cell", "branch_seed", "message_idx")
+
+
+class ContrastFit:
+    """A contrast over stored vectors. `split` is what a held-out split never cuts; `where` keeps some rows only.
+
+    `labels`: a CSV or Parquet file joined by `cell` (and `message_idx`), whose columns are `label.<column>`.
+    `max_rows`: above it a seeded sample of rows is evaluated, and the result says so.
+    """
+
+    kind = ""
+    method = ""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        contrast: str,
+        split: str = "item",
+        where: str | None = None,
+        labels: str | None = None,
+        controls: Sequence[str] = CONTROLS,
+        participant: str | None = None,
+        pool: str = "mean",
+        folds: int = 5,
+        draws: int = 1000,
+        permutations: int = 20,
+        max_rows: int = 50_000,
+    ):
+        unknown = sorted(set(controls) - set(CONTROLS))
+        if unknown:
+            raise ValueError(f"no control {unknown[0]!r}; there are: {', '.join(CONTROLS)}")
+        self.name = name
+        self.contrast = parse_contrast(contrast)
+        self.where = None if where is None else parse(where)
+        self.labels = labels
+        self.split, self.controls, self.participant, self.pool = split, tuple(controls), participant, pool
+        self.folds, self.draws, self.permutations, self.max_rows = folds, draws, permutations, max_rows
+
+    def check(self, config: Any) -> None:
+        """ValueError if an expression or the split names a column that no cell of `config` will have."""
+        axes = [axis.path for axis in config.grid]
+        check_known(self.contrast.names, axes, self.contrast.source, self.labels is not None)
+        check_known([self.split], axes, f"split: {self.split}", self.labels is not None)
+        if self.where is not None:
+            check_known(self.where.names, axes, self.where.source, self.labels is not None)
+        if self.labels is not None:
+            read_labels(self.labels)
+        if self.split in FINER_THAN_TRUNK:
+            raise ValueError(f"split: {self.split} is finer than a trunk, so siblings would leak; use item or trunk")
+
+    def described(self) -> dict[str, Any]:
+        """What was asked, for the result."""
+        return {
+            "kind": self.kind,
+            "contrast": self.contrast.source,
+            "positive": self.contrast.positive.source,
+            "negative": self.contrast.negative.source,
+            "where": self.where.source if self.where else None,
+            "labels": self.labels,
+            "split": self.split,
+            "pool": self.pool,
+        }
+
+    def places(self, run: Any) -> Iterator[Labelled]:
+        """The labelled vectors of every place this aggregate reads, one after the other."""
+        return labelled_places(
+            run,
+            self.contrast,
+            pool=self.pool,
+            participant=self.participant,
+            split=self.split,
+            where=self.where,
+            labels=self.labels,
+        )
+
+    def evaluation(self, data: Labelled | None, **options: Any) -> dict[str, Any]:
+        """`evaluation` of one place on held-out groups, or None and `why` there is none."""
+        if data is None or not len(data.y):
+            return {"evaluation": None, "why": "no stored vectors of either side"}
+        rows = data.sample(self.max_rows)
+        try:
+            found = evaluate(
+                data.x[rows],
+                data.y[rows],
+                [data.groups[i] for i in rows],
+                method=self.method,
+                folds=self.folds,
+                draws=self.draws,
+                permutations=self.permutations if "shuffled" in self.controls else 0,
+                random_directions=20 if "random" in self.controls else 0,
+                **options,
+            )
+        except ValueError as error:
+            return {"evaluation": None, "why": str(error)}
+        counted = {"rows": len(rows), "rows_stored": len(data.y), "excluded": data.num_excluded}
+        return {"evaluation": {**found.summary(), **counted}}
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """The result with the cosines between its directions."""
+    if len(result["tensors"]) > 1:
+        names, cosines = cosine_map(result["tensors"])
+        result["cosines"] = {"names": names, "values": cosines.tolist()}
+    return result
