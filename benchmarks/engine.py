@@ -19,8 +19,7 @@ import first
 import numpy as np
 import torch
 
-from interlens.engine.engine import Engine
-from interlens.engine.request import Request, Sampling
+from interlens.engine import Engine, Request, Sampling
 from interlens.engine.sampling import NoiseKey, draw
 from interlens.interp import CaptureSpec, SteeringSpec
 from interlens.loading import load
@@ -235,9 +234,11 @@ def steered_conversation(bench: Bench) -> dict:
     from interlens import Conversation
 
     conversation = Conversation.from_models(
-        (bench.model, bench.model), names=("alice", "bob"), tokenizer=bench.tokenizer,
-        shared_context="Let's debate: is cereal a soup?", max_new_tokens=32,
-    )  # fmt: skip
+        ("smollm2", "smollm2"),
+        names=("alice", "bob"),
+        shared_context="Let's debate: is cereal a soup?",
+        max_new_tokens=32,
+    )
     engine = conversation.participant("alice").engine
     before = dict(engine.counters)
     spec = SteeringSpec(torch.randn(576, generator=torch.Generator().manual_seed(0)), layers=(16,), coef=0.5)

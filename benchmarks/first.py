@@ -10,8 +10,7 @@ import time
 
 import torch
 
-from interlens.engine.engine import Engine
-from interlens.engine.request import Request, Sampling
+from interlens.engine import Engine, Request, Sampling
 from interlens.interp import CaptureSpec, SteeringSpec
 from interlens.loading import load
 

@@ -17,9 +17,8 @@ from pathlib import Path
 
 import torch
 
-from interlens.engine.engine import Engine
+from interlens.engine import Engine, Request, Sampling
 from interlens.engine.offload import Mover
-from interlens.engine.request import Request, Sampling
 from interlens.interp import CaptureSpec, SteeringSpec
 from interlens.loading import load
 

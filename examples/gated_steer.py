@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from interlens.engine.engine import engine_for
-from interlens.engine.request import Request, Sampling
+from interlens.engine import Request, Sampling, engine_for
 from interlens.interp import CaptureSpec, Select
 from interlens.loading import load
 

@@ -68,7 +68,7 @@ class PoolTable:
 class Collector:
     """Keeps the captures of all rows of one engine."""
 
-    def __init__(self, mover: Mover, flush_bytes: int = 64 << 20):
+    def __init__(self, mover: Mover, flush_bytes: int = 16 << 20):
         self._mover = mover
         self._flush_bytes = flush_bytes
         self._staged: dict[Lane, list[Gathered]] = defaultdict(list)

@@ -340,6 +340,7 @@ class Engine:
             sequence = row.sequence
             reply = Reply(
                 tokens=tuple(sequence.generated),
+                sampling=row.request.sampling,
                 phases=tuple(sequence.phases),
                 logprobs=row.logprobs or None,
                 tokens_modified=modified(row, row.request.interventions),

@@ -52,6 +52,8 @@ class Reply:
     """Generated ids, the stop token included."""
     finish_reason: str = "stop"
     """"stop", "length" or "error"."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """The settings in force; nothing else applied."""
     phases: tuple[str, ...] = ()
     """Phase of each generated token."""
     logprobs: Mapping[str, list[float]] | None = None
