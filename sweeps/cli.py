@@ -167,9 +167,13 @@ class _Done(Exception):
 
 def _status(arguments: list[str]) -> int:
     from . import progress
+    from .config import ConfigError
 
     given = _parsed(arguments, "status", "How far a run is, from its folder alone.", "dir")
-    print("\n".join(progress.status(given.dir)))
+    try:
+        print("\n".join(progress.status(given.dir)))
+    except FileNotFoundError as error:
+        raise ConfigError(str(error)) from None
     return COMPLETE
 
 
@@ -202,7 +206,7 @@ def _verify(arguments: list[str]) -> int:
 
 
 def _gc(arguments: list[str]) -> int:
-    from .verify import collect
+    from .garbage import collect
 
     given = _parsed(arguments, "gc", "Delete files that no commit names.", "dir", "--dry-run")
     deleted = collect(Path(given.dir), dry_run=given.dry_run)

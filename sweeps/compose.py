@@ -69,7 +69,7 @@ def explain(error: Exception) -> str:
         cause = cause.__cause__
     text = " ".join(str(error).split())
     if "override_grammar" in text:
-        shown = str(error).split("\n")[0].split(": ", 1)[-1]
+        shown = str(getattr(error, "override", None) or str(error).split("\n")[0]).lstrip("+")
         return f"cannot read the override {shown!r}; write key=value, and quote values with blanks or commas"
     missing = re.search(r"Could not find '(\w+)/([^']*)'", text)
     if missing:

@@ -210,7 +210,7 @@ class PlanFile:
 
     def _slice(self, part: int, first: int, last: int) -> pa.Table:
         groups = range(first // ROWS, (last - 1) // ROWS + 1)
-        table = pa.concat_tables([_group(self.parts[part], group) for group in groups])
+        table = pa.concat_tables([self._group(part, group) for group in groups])
         return table.slice(first - groups[0] * ROWS, last - first)
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 (one plan per run)
@@ -222,7 +222,6 @@ class PlanFile:
                 at += len(line)
         return file, offsets
 
-
-@functools.lru_cache(maxsize=4)
-def _group(path: Path, group: int) -> pa.Table:
-    return pq.ParquetFile(path).read_row_group(group)
+    @functools.lru_cache(maxsize=4)  # noqa: B019 (one plan per run)
+    def _group(self, part: int, group: int) -> pa.Table:
+        return pq.ParquetFile(self.parts[part]).read_row_group(group)

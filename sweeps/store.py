@@ -6,11 +6,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
+
+from interlens.errors import InterlensError
+
+_COMMIT = re.compile(r"u\d+(\.(\d+|r))*\.json")
+
+
+class Damaged(InterlensError):
+    """A file of a run folder that was written whole is no longer so."""
 
 
 def write_new(root: str | Path, name: str, data: bytes) -> Path:
@@ -122,19 +131,17 @@ class Commit:
 def read_commit(root: str | Path, unit: str) -> Commit | None:
     """The commit of a unit, or None."""
     try:
-        return _parse(read_json(root, f"_commits/{unit}.json"))
+        return _parse(Path(root) / f"_commits/{unit}.json")
     except FileNotFoundError:
         return None
 
 
 def list_commits(root: str | Path) -> Iterator[Commit]:
-    """Every commit of the folder, in order of unit id: a unit before its children."""
+    """Every commit of the folder, in order of unit id: a unit before its children. Other names there are ignored."""
     folder = Path(root) / "_commits"
-    names = (
-        [name.removesuffix(".json") for name in os.listdir(folder) if name.endswith(".json")] if folder.is_dir() else []
-    )
-    for name in sorted(names, key=unit_order):
-        yield _parse(read_json(folder, f"{name}.json"))
+    names = os.listdir(folder) if folder.is_dir() else []
+    for name in sorted((n.removesuffix(".json") for n in names if _COMMIT.fullmatch(n)), key=unit_order):
+        yield _parse(folder / f"{name}.json")
 
 
 def unit_order(unit: str) -> tuple:
@@ -154,5 +161,11 @@ def write_commit(root: str | Path, commit: Commit) -> str:
     return "won"
 
 
-def _parse(data: dict[str, Any]) -> Commit:
-    return Commit(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+def _parse(path: Path) -> Commit:
+    data = path.read_bytes()
+    try:
+        return Commit(**{key: tuple(v) if isinstance(v, list) else v for key, v in json.loads(data).items()})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise Damaged(
+            f"the commit {str(path)!r} cannot be read ({error}); restore it, or delete it to run its unit again"
+        ) from None

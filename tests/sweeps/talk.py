@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 
 from interlens.interp.activation_cache import ActivationRecord
@@ -23,7 +25,8 @@ def config(tmp_path, **changes):
     """A checked configuration over a model folder that has only its sizes."""
     folder = tmp_path / "tiny"
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text('{"num_hidden_layers": 4, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 50}')  # fmt: skip
+    sizes = {"num_hidden_layers": 4, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 50}
+    (folder / "config.json").write_text(json.dumps(sizes))
     plain = {
         "scenario": SCENARIO,
         "models": {"tiny": {"source": str(folder), "dtype": "float32"}},

@@ -1,4 +1,4 @@
-"""Laws of the configuration: what is impossible is refused in one line, what is possible has its defaults written out."""
+"""Laws of the configuration: the impossible is refused in one line, the possible has its defaults written out."""
 
 import json
 
@@ -62,7 +62,8 @@ def test_what_is_loaded_travels_as_plain_values():
     ([*BASE, "grid.scenario.opening=[a,b]"], "acts before the branch point"),
     ([*BASE, "intervention=steer"], "participants is missing"),
     ([*BASE, "intervention=steer", "intervention.participants=[bob]"], "direction is missing; possible: run:"),
-    ([*BASE, "intervention=steer", "intervention.participants=[bob]", "intervention.direction=x:y"], "cannot read 'x:y'"),
+    ([*BASE, "intervention=steer", "intervention.participants=[bob]", "intervention.direction=x:y"],
+     "cannot read 'x:y'"),
     ([*BASE, "intervention=steer", "intervention.participants=[bob]", "intervention.direction=run:no/run:residual:3"],
      "no run folder 'no/run'"),
     (["capture=[{}]"], "capture is a group: choose capture=<answer_mean, none>"),
@@ -113,7 +114,8 @@ def test_axes_in_every_form(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "select"), [
-    ("all", Select.all()), ("answer", Select.phase("answer")), (" prompt | generated ", Select.prompt() | Select.generated()),
+    ("all", Select.all()), ("answer", Select.phase("answer")), 
+    (" prompt | generated ", Select.prompt() | Select.generated()),
     ("window(0, 8, of=generated)", Select.window(0, 8, of="generated")), ("message(2)", Select.message(2)),
     ("positions(3, -4)", Select.positions(3, -4)), ("(branch - special)", Select.branch() - Select.special()),
     ("generated - special | message(0)", (Select.generated() - Select.special()) | Select.message(0)),
@@ -126,7 +128,8 @@ def test_tokens_are_read(text, select):
 
 
 @pytest.mark.parametrize("text", [
-    "__import__('os').system('true')", "answer + prompt", "window", "message('x', 1, 2, 3)", "1", "", "all.x", "phase(answr)",
+    "__import__('os').system('true')", "answer + prompt", "window", "message('x', 1, 2, 3)", "1", "", "all.x",
+    "phase(answr)",
     "(" * 500 + "all" + ")" * 500, "message(1) if 1 else all", "positions(10**9)",
 ])  # fmt: skip
 def test_tokens_are_never_evaluated(text):
@@ -145,7 +148,8 @@ def test_items_in_every_form(tmp_path):
     for name in ("i.jsonl", "i.yaml", "i.parquet"):
         assert list(items.read(str(tmp_path / name))) == rows
     assert list(items.read(({"topic": "x", "id": "a"}, {"topic": "y"}))) == rows
-    for bad, said in ((({"id": 1}, {"id": "1"}), "share the id '1'"), (({"x": float("nan")},), "no NaN"), ((3,), "no mapping"),
+    for bad, said in ((({"id": 1}, {"id": "1"}), "share the id '1'"), (({"x": float("nan")},), "no NaN"),
+                      ((3,), "no mapping"),
                       (({"x": object()},), "is a object")):  # fmt: skip
         with pytest.raises(ConfigError, match=said):
             list(items.read(bad))

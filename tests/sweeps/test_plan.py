@@ -88,7 +88,7 @@ def test_numbers_are_canonical_and_json_is(tmp_path):
 
 def test_two_cells_with_one_id_are_an_error_naming_both(tmp_path):
     config = talk.config(tmp_path, intervention=STEER, grid={"intervention.coef": {"six": 6, "zero": 0, "float": 6.0}})
-    with pytest.raises(ConfigError, match="intervention.coef='six' and intervention.coef='float'"):
+    with pytest.raises(ConfigError, match=r"intervention.coef='six' and intervention.coef='float'"):
         list(expand(config))
     twice = talk.config(tmp_path, scenario=scenario(items=[{"id": "a", "topic": "x"}, {"id": "a", "topic": "y"}]))
     with pytest.raises(ConfigError, match="rows 0 and 1 of the configuration share the id 'a'"):
@@ -267,7 +267,8 @@ def test_millions_of_cells_are_streamed(tmp_path):
     import tracemalloc
 
     config = talk.config(tmp_path, plan={"unit_cells": 500},
-                         scenario=scenario(trunk={"turns": 1, "seeds": 40}, branch={"turns": 1, "seeds": 200}))  # fmt: skip
+                         scenario=scenario(trunk={"turns": 1, "seeds": 40},
+                                           branch={"turns": 1, "seeds": 200}))  # fmt: skip
     tracemalloc.start()
     count = sum(len(unit.cells) for unit in expand(config))
     peak = tracemalloc.get_traced_memory()[1]

@@ -1,0 +1,63 @@
+"""`sweeps gc`: files that no commit names and none ever will."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import store
+from .folder import RunRefused
+from .lease import Held, Lease
+from .run import Run
+from .store import Commit
+
+TABLES = ("messages", "records", "activations", "stats", "routing", "outcomes", "failures")
+"""Folders of data files."""
+_SHARD = re.compile(r"(?P<unit>u\d+(?:\.(?:\d+|r))*)-(?P<attempt>[0-9a-f]{8})(?:-\d+)?\.(?:parquet|safetensors)")
+
+
+def uncommitted(run: Run, commits: list[Commit] | None = None) -> Iterator[str]:
+    """Files of units whose commit stands and does not name them, relative to the folder. Files of open units never."""
+    standing = list(run.commits()) if commits is None else commits
+    closed = {c.unit for c in standing}
+    named = {f["path"] for c in standing for f in c.files}
+    for path in _data_files(run.root):
+        match = _SHARD.fullmatch(path.rpartition("/")[2])
+        if match and match["unit"] in closed and path not in named:
+            yield path
+
+
+def foreign(run: Run) -> Iterator[str]:
+    """Files among the data that no run writes."""
+    return (path for path in _data_files(run.root) if not _SHARD.fullmatch(path.rpartition("/")[2]))
+
+
+def _data_files(root: Path) -> Iterator[str]:
+    for table in TABLES:
+        for folder, _, names in os.walk(root / table):
+            for name in sorted(names):
+                yield str(Path(folder, name).relative_to(root))
+
+
+def collect(root: str | Path, *, dry_run: bool = False, leased: bool = False) -> list[str]:
+    """Delete what `uncommitted` lists, and return it. Takes the folder's lease unless the caller holds it (`leased`).
+
+    RunRefused where another driver holds it.
+    """
+    if not (leased or dry_run):
+        lease = Lease(root)
+        try:
+            lease.acquire()
+        except Held as error:
+            raise RunRefused(str(error)) from None
+        try:
+            return collect(root, leased=True)
+        finally:
+            lease.release()
+    run = Run(root)
+    found = list(uncommitted(run))
+    for path in () if dry_run else found:
+        store.delete(run.root, path)
+    return found

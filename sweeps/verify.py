@@ -1,0 +1,237 @@
+"""`sweeps verify`: a run folder against its commits. What they name must be there, whole and consistent."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from . import rows, tables, tensors
+from .garbage import TABLES, foreign, uncommitted
+from .run import Run
+from .store import Commit
+
+
+@dataclass(kw_only=True)
+class Verdict:
+    """What `verify` found."""
+
+    problems: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """True if nothing is wrong; notes are not wrong."""
+        return not self.problems
+
+    @property
+    def lines(self) -> list[str]:
+        """For people: problems, notes, and what was looked at."""
+        looked = ", ".join(f"{count} {name}" for name, count in self.counts.items())
+        end = f"{'ok' if self.ok else f'{len(self.problems)} problems'}: {looked}"
+        return [*self.problems, *self.notes, end]
+
+
+def verify(root: str | Path, *, deep: bool = False) -> Verdict:
+    """Check that every planned cell is in exactly one state and every committed file is there with its size and rows.
+
+    `deep` also rehashes every file and reads every row: tokens of records against those of their messages, spans
+    against rows, addresses against tensors. Reads only; one unit at a time.
+    """
+    run = Run(root)
+    found = Verdict()
+    commits = list(run.commits())
+    _check_cells(run, commits, found)
+    for commit in commits:
+        for file in commit.files:
+            _check_file(run, file, deep, found)
+        if deep:
+            _check_rows(run, commit, found)
+    garbage = list(uncommitted(run, commits))
+    if garbage:
+        found.notes.append(f"{len(garbage)} files that no commit names, such as {garbage[0]} (sweeps gc deletes them)")
+    strange = sorted(foreign(run))
+    if strange:
+        found.notes.append(f"{len(strange)} files that no run writes, such as {strange[0]} (left alone)")
+    found.counts = {
+        "commits": len(commits), "files": sum(len(c.files) for c in commits), **found.counts,
+        **{f"cells {state}": count for state, count in run.counts.items()},
+    }  # fmt: skip
+    return found
+
+
+def _check_cells(run: Run, commits: list[Commit], found: Verdict) -> None:
+    planned = set(run.cells["cell"].to_pylist())
+    held: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    for commit in commits:
+        for cell in commit.cells:
+            if cell in held:
+                found.problems.append(f"cell {cell} is held by two commits: {held[cell]} and {commit.unit}")
+            held[cell] = commit.unit
+        for cell in commit.failed:
+            failed[cell] = commit.unit
+        parent = commit.unit.rpartition(".")[0]
+        if parent and not any(c.unit == parent for c in commits):
+            found.problems.append(f"commit {commit.unit} stands without its parent's, {parent}")
+    for cell, unit in {**held, **failed}.items():
+        if cell not in planned:
+            found.problems.append(f"cell {cell} of commit {unit} is not in the plan")
+    for cell in failed.keys() & held.keys():
+        if not held[cell].startswith(f"{failed[cell]}.r"):
+            found.problems.append(f"cell {cell} is held by {held[cell]} and failed by {failed[cell]}")
+
+
+def _check_file(run: Run, file: Mapping[str, Any], deep: bool, found: Verdict) -> None:
+    path = run.root / file["path"]
+    if not _inside(run.root, path):
+        found.problems.append(f"{file['path']} lies outside the run folder")
+        return
+    if not path.is_file():
+        found.problems.append(f"{file['path']} is missing")
+        return
+    if path.stat().st_size != file["bytes"]:
+        found.problems.append(f"{file['path']} has {path.stat().st_size} bytes, its commit says {file['bytes']}")
+        return
+    if deep and _sha256(path) != file["sha256"]:
+        found.problems.append(f"{file['path']} has another sha256 than its commit says: its content was changed")
+        return
+    if path.suffix == ".parquet":
+        try:
+            count, version = (
+                pq.read_metadata(path).num_rows,
+                (pq.read_schema(path).metadata or {}).get(b"schema_version"),
+            )
+        except (OSError, ValueError) as error:
+            found.problems.append(f"{file['path']} cannot be read: {error}")
+            return
+        if count != file["rows"]:
+            found.problems.append(f"{file['path']} has {count} rows, its commit says {file['rows']}")
+        if version is None or int(version) not in tables.READABLE:
+            found.problems.append(f"{file['path']} has schema version {version!r}")
+
+
+def _inside(root: Path, path: Path) -> bool:
+    return root.resolve() in path.resolve().parents
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_rows(run: Run, commit: Commit, found: Verdict) -> None:
+    """Every row of one unit: addressed rightly, and consistent with what was said."""
+    broken = {problem.split(" ", 1)[0] for problem in found.problems}
+    files = {t: [f["path"] for f in commit.files if f["table"] == t and f["path"] not in broken] for t in TABLES}
+    said: dict[tuple[Any, ...], dict[str, Any]] = {}
+    ids = {*commit.cells, *commit.failed}
+    for row in _rows(run, "messages", files):
+        found.counts["messages"] = found.counts.get("messages", 0) + 1
+        key = (row["trunk"], row["cell"], row["message_idx"])
+        if key in said:
+            found.problems.append(f"{commit.unit}: message {key} is there twice")
+        said[key] = row
+        _check_owner(row, "messages", commit, found)
+        _check_message(row, commit, found)
+    mapped: dict[str, tensors.MappedFile] = {}
+    used: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for row in _rows(run, "records", files):
+        found.counts["records"] = found.counts.get("records", 0) + 1
+        _check_owner(row, "records", commit, found)
+        message = said.get((row["trunk"], row["cell"], row["message_idx"]))
+        for problem in _record_problems(run, row, message, files["activations"], mapped):
+            found.problems.append(f"{commit.unit}: record {_name(row)}: {problem}")
+        used.setdefault((row["file"], row["key"]), []).append((row["row_start"], row["row_end"]))
+    for (file, key), spans in used.items():
+        spans.sort()
+        for (_, end), (start, _) in itertools.pairwise(spans):
+            if start < end:
+                found.problems.append(f"{file}: rows {start} to {end} of {key} belong to two records")
+    for table in ("outcomes", "failures"):
+        for row in _rows(run, table, files):
+            _check_owner(row, table, commit, found)
+    if commit.cells and files["messages"] and (silent := ids - {k[1] for k in said} - set(commit.failed)):
+        found.problems.append(f"{commit.unit}: {len(silent)} cells without a message, such as {min(silent)}")
+
+
+def _rows(run: Run, table: str, files: Mapping[str, list[str]]) -> Iterator[dict[str, Any]]:
+    if files[table]:
+        dataset = run.dataset(table, [str(run.root / path) for path in files[table]])
+        for batch in dataset.to_batches():
+            yield from batch.to_pylist()
+
+
+def _check_owner(row: Mapping[str, Any], table: str, commit: Commit, found: Verdict) -> None:
+    if (row["unit"], row["attempt"]) != (commit.unit, commit.attempt):
+        found.problems.append(f"{commit.unit}: a row of {table} says unit {row['unit']}, attempt {row['attempt']}")
+    failing = table == "failures"
+    listed = (commit.failed, commit.failed_trunks) if failing else (commit.cells, commit.trunks)
+    if (row["cell"] or row["trunk"]) not in listed[row["cell"] is None]:
+        found.problems.append(
+            f"{commit.unit}: a row of {table} belongs to {row['cell'] or row['trunk']}, not listed there"
+        )
+
+
+def _check_message(row: Mapping[str, Any], commit: Commit, found: Verdict) -> None:
+    where = f"{commit.unit}: message {row['message_idx']} of {row['cell'] or row['trunk']}"
+    if row["tokens"] is None:
+        return
+    spans = [(run["start"], run["end"]) for run in row["phases"]]
+    if [s for s, _ in spans] + [len(row["tokens"])] != [0] + [e for _, e in spans] and row["tokens"]:
+        found.problems.append(f"{where}: phases {spans} do not tile its {len(row['tokens'])} tokens")
+    for name in ("logprobs", "entropy", "sampling_logprobs"):
+        if row[name] is not None and len(row[name]) != len(row["tokens"]):
+            found.problems.append(f"{where}: {len(row[name])} {name} for {len(row['tokens'])} tokens")
+    try:
+        rows.message(row)
+    except (ValueError, KeyError, TypeError) as error:
+        found.problems.append(f"{where}: cannot be restored: {error!r}")
+
+
+def _record_problems(run: Run, row: Mapping[str, Any], message: Mapping[str, Any] | None, files: list[str],
+                     mapped: dict[str, tensors.MappedFile]) -> Iterator[str]:  # fmt: skip
+    count = row["row_end"] - row["row_start"]
+    if row["token_span"]["rows"] != count:
+        yield f"token_span says {row['token_span']['rows']} rows, the tensor has {count}"
+    described = count if row["pool"] is None else row["num_pooled"]
+    if len(row["tokens"]) != described or len(row["positions"]) != described:
+        yield f"{len(row['tokens'])} tokens and {len(row['positions'])} positions for {described} rows"
+    if any(not 0 <= span["start"] < span["end"] <= count for span in row["phases"]):
+        yield f"phases {row['phases']} outside its {count} rows"
+    yield from _address_problems(run, row, files, mapped)
+    if message is None:
+        yield f"no message {row['message_idx']} of {row['cell'] or row['trunk']} in this unit"
+        return
+    fed = [*(message["prompt_tokens"] or ()), *(message["tokens"] or ())]
+    for token, position in zip(row["tokens"], row["positions"], strict=False):
+        if position >= len(fed) or fed[position] != token:
+            given = fed[position] if position < len(fed) else "nothing"
+            yield f"token {token} at position {position}, where the message has {given}"
+            return
+
+
+def _address_problems(run: Run, row: Mapping[str, Any], files: list[str],
+                      mapped: dict[str, tensors.MappedFile]) -> Iterator[str]:  # fmt: skip
+    if row["file"] not in files:
+        yield f"its file {row['file']} is not among the unit's sound files"
+        return
+    try:
+        if row["file"] not in mapped:
+            mapped[row["file"]] = tensors.MappedFile(run.root / row["file"])
+        tensor = mapped[row["file"]].rows(row["key"], row["row_start"], row["row_end"])
+    except (KeyError, ValueError, OSError) as error:
+        yield f"its tensor cannot be read: {error}"
+        return
+    if str(tensor.dtype).removeprefix("torch.") != row["dtype"]:
+        yield f"dtype {row['dtype']}, the tensor is {tensor.dtype}"
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return f"{row['cell'] or row['trunk']}/{row['participant']}/{row['message_idx']}/{row['site']}.{row['layer']}"

@@ -1,0 +1,115 @@
+"""The command line as people meet it: Hydra's flags, one-line errors, exit codes, and nothing left behind."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sweeps
+from sweeps.cli import main
+from sweeps.compose import conf_dir
+
+SCRIPTED = [
+    "scenario.items=[{id: a, topic: tea},{id: b, topic: rain}]",
+    "scenario.participants={ann: {kind: scripted, lines: [hi, so]}, ben: {kind: scripted, lines: [oh]}}",
+    "scenario.opening='About {topic}.'", "scenario.trunk.turns=1", "scenario.branch.turns=2", "scenario.branch.seeds=2",
+    "cluster=inline", "run.progress=plain",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def files(root="."):
+    return sorted(str(p) for p in Path(root).rglob("*") if p.is_file())
+
+
+def test_a_run_from_plan_to_report(capsys):
+    arguments = [*SCRIPTED, "grid.framing={warm: w, cold: c}"]
+    assert main(["plan", *arguments]) == 0
+    assert "8 cells in 1 units; 2 items, 2 trunks" in capsys.readouterr().out and files() == []
+    assert main(["run", *arguments]) == 0
+    run = sweeps.open("runs/sweep")
+    assert run.counts == {"done": 8, "failed": 0, "pending": 0}
+    cell = run.cells["cell"][0].as_py()
+    assert [m.content for m in run.messages(cell)] == ["About tea.", "hi", "w", "oh", "so"]
+    before = {name: os.stat(name).st_mtime_ns for name in files() if not re.search("_lease|events|progress", name)}
+    assert main(["run", *arguments]) == 0, "finished: nothing to do"
+    assert before.items() <= {name: os.stat(name).st_mtime_ns for name in files()}.items()
+    assert {name.split("/")[0] for name in files()} == {"runs"}, "Hydra left nothing behind"
+    capsys.readouterr()
+    assert main(["status", "runs/sweep"]) == 0 and "8 of 8 cells committed" in capsys.readouterr().out
+    assert main(["show", "runs/sweep", cell]) == 0 and "[2] moderator: w" in capsys.readouterr().out
+    assert main(["verify", "runs/sweep", "--deep"]) == 0
+    assert main(["gc", "runs/sweep"]) == 0
+    assert main(["report", "runs/sweep"]) == 0 and Path("runs/sweep/report/index.html").is_file()
+
+
+def test_another_configuration_is_refused_and_an_extension_runs(capsys):
+    assert main(["run", *SCRIPTED]) == 0
+    before = [name for name in files() if "_lease" not in name and "events" not in name]
+    assert main(["run", *SCRIPTED, "scenario.seed=3"]) == 5
+    assert "holds another run" in capsys.readouterr().err
+    assert before == [name for name in files() if "_lease" not in name and "events" not in name]
+    assert main(["run", *SCRIPTED, "scenario.branch.seeds=3"]) == 0
+    assert sweeps.open("runs/sweep").counts["done"] == 6
+
+
+def test_multirun_folders_are_named_by_content(capsys):
+    assert main(["run", "-m", *SCRIPTED, "scenario.seed=1,2"]) == 0
+    first = sorted(p.name for p in Path("runs").iterdir())
+    assert len(first) == 2 and all(name.startswith("sweep-") for name in first)
+    stamps = {name: os.stat(name).st_mtime_ns for name in files() if name.endswith((".parquet", "run.json"))}
+    assert main(["run", "--multirun", *reversed(SCRIPTED), "scenario.seed=3,2,1"]) == 0
+    assert len(list(Path("runs").iterdir())) == 3 and set(first) < {p.name for p in Path("runs").iterdir()}
+    assert stamps.items() <= {name: os.stat(name).st_mtime_ns for name in files()}.items()
+    assert {name.split("/")[0] for name in files()} == {"runs"}
+
+
+@pytest.mark.parametrize(("arguments", "code", "said"), [
+    (["run", "experiment=nope"], 1, "no experiment 'nope'"),
+    (["run", *SCRIPTED, "scenario.sed=1"], 1, "did you mean 'seed'"),
+    (["run", "scenario.items=[]", *SCRIPTED[1:]], 1, "no items"),
+    (["run"], 1, "no participants"),
+    (["run", "x y"], 1, "write key=value"),
+    (["plan", "experiment=enthusiasm", "capture.0.layers=[99]"], 1, "no layer 99"),
+    (["plan", "experiment=enthusiasm_steered"], 1, "no run folder 'runs/enthusiasm'"),
+    (["status", "nowhere"], 1, "nowhere"),
+    (["report", "nowhere"], 1, "is no run folder"),
+    (["show", "nowhere"], 1, "usage: sweeps show"),
+    (["verify", "nowhere", "--depp"], 1, "usage: sweeps verify"),
+    (["fly"], 1, "no command 'fly'; there are: plan, run"),
+    ([], 1, ""),
+])  # fmt: skip
+def test_errors_are_one_line_and_leave_nothing(arguments, code, said, capsys):
+    assert main(arguments) == code
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") <= 1 and files() == []
+
+
+def test_an_own_folder_that_is_something_else_is_refused(capsys):
+    Path("thesis").mkdir()
+    Path("thesis/chapter.txt").write_text("mine")
+    assert main(["run", *SCRIPTED, "run.dir=thesis"]) == 5
+    assert "not empty" in capsys.readouterr().err and Path("thesis/chapter.txt").read_text() == "mine"
+
+
+@pytest.mark.slow
+def test_hydras_flags_work_in_a_process_of_its_own():
+    def sweeps(*arguments):
+        environment = {**os.environ, "PYTHONPATH": str(conf_dir().parent)}
+        return subprocess.run(
+            [sys.executable, "-m", "sweeps", *arguments], capture_output=True, text=True, env=environment
+        )
+
+    shown = sweeps("run", "--help")
+    assert shown.returncode == 0 and "experiment: enthusiasm" in shown.stdout and "Exit codes" in shown.stdout
+    job = sweeps("run", "experiment=enthusiasm", "--cfg", "job")
+    assert job.returncode == 0 and "items: topics.jsonl" in job.stdout
+    assert sweeps("run", "--no-such-flag").returncode == 1
+    assert sweeps("--help").stdout.startswith("sweeps <command>") and files() == []

@@ -1,0 +1,211 @@
+"""Laws of the reader: lazy, exact, only what is committed; and of `verify` and `gc`."""
+
+import numpy as np
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pytest
+import torch
+
+import sweeps
+from sweeps import folder, garbage, show, tensors
+from sweeps.config import ConfigError
+from sweeps.plan import expand
+from sweeps.store import Damaged
+from sweeps.verify import verify
+from sweeps.writer import UnitWriter
+from tests.sweeps import talk
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A finished run of 24 cells; cell n has vectors of value n (layer 1) and n + 2 (layer 3, means)."""
+    config = talk.config(tmp_path)
+    folder.enter(config, config.run.dir)
+    number = 0
+    for unit in expand(config):
+        writer = UnitWriter(config.run.dir, unit, {"alice": "tiny", "bob": "tiny"}, attempt=f"{number:08x}")
+        for trunk in unit.trunks:
+            writer.add_trunk(trunk.id, [talk.Message("moderator", "hello"), talk.said("alice", "first")])
+        for cell in unit.cells:
+            messages = [talk.Message("moderator", cell.condition["framing"]), talk.said("bob", "so", 1)]
+            writer.add_cell(cell, messages, answer(3, float(number)), {"words": number, "framing": "x"}, start=2)
+            number += 1
+        writer.commit()
+    return tmp_path / "run"
+
+
+def answer(index, value):
+    """Records whose tokens are those of `said("bob", "so", 1)` at their positions."""
+    found = talk.records(index, value)
+    for record in found:
+        record.tokens = (13, 14, 15)
+    return found
+
+
+def test_vectors_are_one_array_and_its_rows(root):
+    run = sweeps.open(root)
+    x, table = run.vectors(layer=3, participant="bob")
+    assert x.shape == (24, 8) and x.dtype == np.float32
+    assert np.array_equal(x[:, 0], np.arange(24) + 3)
+    plan = run.cells.to_pandas().set_index("cell")
+    for row in table.to_pylist():
+        expected = plan.loc[row["cell"]]
+        assert all(row[name] == expected[name] for name in ("item", "trunk_seed", "branch_seed", "framing"))
+    warm, _ = run.vectors(layer=1, where=pc.field("message_idx") == 3)
+    assert warm.shape == (24, 8)
+    assert run.vectors(layer=2)[0].shape[0] == 0
+
+
+def test_queries(root):
+    run = sweeps.open(root)
+    cell = run.cells["cell"][5].as_py()
+    assert len(run.query(cell=cell)) == 3 and len(run.query(layer=[1, 3])) == 72 and len(run.query(pool=None)) == 24
+    assert torch.equal(run.at(cell=cell, layer=3), torch.full((1, 8), 8.0))
+    with pytest.raises(KeyError, match=r"2 records for cell=.*they differ in pool: mean, None"):
+        run.at(cell=cell, layer=1)
+    with pytest.raises(KeyError, match="no filter 'layers'; did you mean 'layer'"):
+        run.query(layers=1)
+    with pytest.raises(KeyError, match="0 records"):
+        run.at(cell=cell, layer=2)
+    cache = run.cache(cell)
+    assert len(cache) == 3 and torch.equal(
+        cache.at(participant="bob", layer=1, pool=None)[0], torch.full((8,), 5.0).bfloat16()
+    )
+
+
+def test_outcomes_join_their_cells(root):
+    table = sweeps.open(root).outcomes().to_pandas()
+    assert sorted(table["words"]) == list(range(24)) and set(table["framing"]) == {"warm", "cold"}
+    assert set(table["outcome.framing"]) == {"x"}, "an outcome never hides an axis"
+
+
+def test_show_prints_a_conversation(root):
+    run = sweeps.open(root)
+    cell = run.cells["cell"][0].as_py()
+    text = show.text(run, run.find(cell[:9]))
+    assert "condition: framing=warm" in text and text.index("[1] alice: first") < text.index(
+        "--- branch ---"
+    ) < text.index("[3] bob")
+    for beginning in ("zz", ""):
+        with pytest.raises(ConfigError, match="cells begin with"):
+            run.find(beginning)
+
+
+def test_nothing_is_read_before_it_is_used(root, monkeypatch):
+    opened = []
+    real = tensors.MappedFile
+    monkeypatch.setattr(tensors, "MappedFile", lambda path: opened.append(path) or real(path))
+    run = sweeps.open(root)
+    assert run.counts["done"] == 24 and run.table("records", ["layer"]).num_rows == 72
+    run.messages(run.cells["cell"][0].as_py())
+    assert not opened
+    run.query(cell=run.cells["cell"][0].as_py())
+    assert len(opened) == 1
+
+
+def test_the_same_files_open_in_other_tools(root):
+    import duckdb
+    import pandas
+    import polars
+
+    run = sweeps.open(root)
+    glob = f"{root}/records/*/*/*.parquet"
+    counted = f"select count(*), count(distinct cell) from read_parquet('{glob}', hive_partitioning=true)"
+    assert duckdb.sql(f"{counted} where model = 'tiny' and layer = 3").fetchall() == [(24, 24)]
+    frame = polars.scan_parquet(glob, hive_partitioning=True).filter(polars.col("site") == "residual").collect()
+    assert frame.height == 72
+    assert len(pandas.read_parquet(run.files("messages"))) == run.table("messages").num_rows == 24 * 2 + 6 * 2
+    axes = duckdb.sql(f"select framing, count(*) n from '{root}/plan/*.parquet' group by 1 order by 1").fetchall()
+    assert axes == [("cold", 12), ("warm", 12)]
+    plain = ds.dataset(str(root / "outcomes")).to_table()
+    assert dict(plain["numbers"][0].as_py()) == {"words": 0.0}
+
+
+def test_no_run_and_other_versions_are_refused(tmp_path, root):
+    with pytest.raises(ConfigError, match="is no run folder"):
+        sweeps.open(tmp_path)
+    about = (root / "run.json").read_text()
+    (root / "run.json").write_text(about.replace('"schema_version":1', '"schema_version":99'))
+    with pytest.raises(ConfigError, match="schema version 99; this version reads 1"):
+        sweeps.open(root)
+
+
+# ---- verify and gc
+
+
+def test_a_sound_run_is_found_sound(root):
+    found = verify(root, deep=True)
+    assert found.ok and not found.notes and found.counts["records"] == 72 and found.counts["cells done"] == 24
+
+
+def shard(root, table):
+    return sorted(p for p in (root / table).rglob("*") if p.is_file())[1]
+
+
+@pytest.mark.parametrize(("damage", "said", "deep_only"), [
+    ("delete", "is missing", False), ("truncate", "its commit says", False), ("flip", "another sha256", True),
+])  # fmt: skip
+@pytest.mark.parametrize("table", ["messages", "records", "activations", "outcomes"])
+def test_damage_is_found(root, table, damage, said, deep_only):
+    path = shard(root, table)
+    data = bytearray(path.read_bytes())
+    if damage == "delete":
+        path.unlink()
+    elif damage == "truncate":
+        path.write_bytes(data[:-7])
+    else:
+        data[len(data) // 2] ^= 4
+        path.write_bytes(data)
+    found = verify(root, deep=True)
+    assert any(said in problem and path.name in problem for problem in found.problems)
+    assert verify(root).ok == deep_only
+
+
+def test_false_rows_are_found(root, tmp_path):
+    config = talk.config(tmp_path, scenario={**talk.SCENARIO, "seed": 9}, run={"dir": str(tmp_path / "other")})
+    folder.enter(config, config.run.dir)
+    unit = next(iter(expand(config)))
+    writer = UnitWriter(config.run.dir, unit, {"alice": "tiny", "bob": "tiny"})
+    for n, cell in enumerate(unit.cells):
+        records = answer(3, 1.0)
+        if n == 0:
+            records[0].tokens = (13, 14, 99)
+        elif n == 1:
+            records[2].token_span = (0, 5)
+        elif n == 2:
+            records[1].message_idx = 7
+        elif n == 3:
+            records[2].positions = (8, 9, 100)
+        elif n == 4:
+            records[2].phases = {"answer": (0, 4)}
+        writer.add_cell(cell, [talk.said("bob", "so", 1)], records, start=3)
+    writer.commit()
+    found = verify(config.run.dir, deep=True)
+    for n, said in enumerate(("token 99 at position 10, where the message has 15", "token_span says 5 rows",
+                              "no message 7", "position 100, where the message has nothing", "outside its 3 rows")):  # fmt: skip
+        assert sum(unit.cells[n].id in problem and said in problem for problem in found.problems) == 1
+    assert len(found.problems) == 5
+
+
+def test_a_damaged_commit_is_named(root):
+    path = root / "_commits" / "u000001.json"
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(Damaged, match="u000001"):
+        list(sweeps.open(root).commits())
+
+
+def test_gc_deletes_only_what_no_commit_will_ever_name(root, tmp_path):
+    leftover = root / "messages" / "u000000-deadbeef.parquet"
+    open_unit = root / "messages" / "u000077-deadbeef.parquet"
+    foreign = root / "messages" / "notes.txt"
+    for path in (leftover, open_unit, foreign):
+        path.write_bytes(b"x")
+    before = {p for p in root.rglob("*") if p.is_file()}
+    assert any("u000000-deadbeef" in note for note in verify(root).notes)
+    assert garbage.collect(root, dry_run=True) == ["messages/u000000-deadbeef.parquet"]
+    assert before == {p for p in root.rglob("*") if p.is_file()}
+    assert garbage.collect(root) == ["messages/u000000-deadbeef.parquet"]
+    left = {p for p in root.rglob("*") if p.is_file() and "_lease" not in p.parts}
+    assert left == before - {leftover}
+    found = verify(root, deep=True)
+    assert found.ok and any("notes.txt" in note for note in found.notes)
