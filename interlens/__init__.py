@@ -13,6 +13,7 @@ _HOMES = {
     "ModelParticipant": "participants",
     "AutoModelParticipant": "participants",
     "ScriptedParticipant": "participants",
+    "APIParticipant": "participants",
     "HumanParticipant": "participants",
     "ContextItem": "policies",
     "dataset_field": "policies",

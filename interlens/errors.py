@@ -36,3 +36,11 @@ class ContextOverflow(InterlensError):
 
 class CannotLoad(InterlensError, ValueError):
     """A model, tokenizer or adapter could not be loaded; the message says what was tried and the root cause."""
+
+
+class APIFailed(InterlensError):
+    """A chat API gave no answer, however often it was asked."""
+
+
+class BudgetExceeded(InterlensError):
+    """The tokens or the money of a participant are used up."""
