@@ -43,6 +43,14 @@ _HOMES = {
     "token_logprobs": "interp.logprobs",
     "decoder_layers": "interp.sites",
     "RouterSteeringSpec": "interp.routing",
+    "forward_with_grad": "interp.gradients.forward",
+    "GradCaptureSpec": "interp.gradients.forward",
+    "GradForwardOutput": "interp.gradients.forward",
+    "continuation_logprob": "interp.gradients.continuation",
+    "soft_embed": "interp.gradients.soft",
+    "gumbel_softmax_tokens": "interp.gradients.soft",
+    "LinearBridge": "interp.gradients.soft",
+    "VirtualTokenInjector": "interp.gradients.injector",
     "UnsupportedIntervention": "errors",
 }
 __all__ = sorted(_HOMES)

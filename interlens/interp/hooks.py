@@ -45,6 +45,16 @@ def attached(model: nn.Module, taps: Mapping[tuple[int, str], Tap]) -> Iterator[
         raise error
 
 
+@contextmanager
+def attached_within(model: nn.Module, layer: nn.Module, shape: torch.Size, taps: Mapping[tuple[int, str], Tap]):
+    """Like `attached`, for taps inside one layer, from inside that layer's forward over `shape` = (B, T); may not fire."""
+    with _Attachments() as attachments:
+        attachments.shapes[layer] = shape
+        for key, place in _places(model, taps).items() if taps else ():
+            attachments.add(place, taps[key], lambda: None)
+        yield
+
+
 def registered(model: nn.Module) -> bool:
     """True while interventions that a user registered by hand are in force on this model."""
     return _REGISTERED.get(unwrap(model), 0) > 0
