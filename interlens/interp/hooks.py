@@ -47,7 +47,7 @@ def attached(model: nn.Module, taps: Mapping[tuple[int, str], Tap]) -> Iterator[
 
 @contextmanager
 def attached_within(model: nn.Module, layer: nn.Module, shape: torch.Size, taps: Mapping[tuple[int, str], Tap]):
-    """Like `attached`, for taps inside one layer, from inside that layer's forward over `shape` = (B, T); may not fire."""
+    """Like `attached`, for taps inside one layer, from inside its forward over `shape` = (B, T); may not fire."""
     with _Attachments() as attachments:
         attachments.shapes[layer] = shape
         for key, place in _places(model, taps).items() if taps else ():

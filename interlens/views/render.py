@@ -66,6 +66,13 @@ def message_token_spans(tokenizer: Any, view: View | Sequence[dict[str, str]]) -
     `view`: what `conversation.view(...)` gave, or role/content dicts. An empty message whose template shows nothing of
     it has an empty span. No generation prompt is rendered.
     """
+    return message_token_ids(tokenizer, view)[1]
+
+
+def message_token_ids(
+    tokenizer: Any, view: View | Sequence[dict[str, str]]
+) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+    """The token ids that `message_token_spans` speaks of, and the spans."""
     if not isinstance(view, View):
         view = View(pov="", messages=tuple(ViewMessage(role=m["role"], content=m["content"]) for m in view))
     template = template_of(tokenizer)
@@ -79,7 +86,7 @@ def message_token_spans(tokenizer: Any, view: View | Sequence[dict[str, str]]) -
         id(m.original or m) for slot in slots for m in slot.messages
     ]  # slots may hold them in another order than the view
     place = {ref: span for ref, span in zip(order, spans, strict=True)}
-    return [place[id(m)] for m in view.messages]
+    return tuple(tokens.ids), [place[id(m)] for m in view.messages]
 
 
 # -- fitting a view to a template -------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def continuation_logprob(
     attention_mask: [B, P + T], or [B, P] (the targets then all count); pads may be anywhere. Each target is predicted
         from the real token before it.
     target_mask: [B, T], which targets count; by default the real ones.
-    reduction: "mean" over counted tokens; "sum" over tokens and mean over rows; "none" gives [B, T], 0 where not counted.
+    reduction: "mean" over counted tokens; "sum" over tokens, mean over rows; "none" gives [B, T], 0 where not counted.
     ValueErrors come before the forward.
     """
     if reduction not in REDUCTIONS:

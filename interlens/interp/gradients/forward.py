@@ -73,9 +73,9 @@ def forward_with_grad(
 ) -> GradForwardOutput:
     """Logits and the hidden states `capture` names, differentiable with respect to weights and embeddings.
 
-    Exactly one of `input_ids` and `inputs_embeds`. Of a frozen model fed ids, the embeddings are made to need gradients,
-    so that hidden states are connected all the same. `attention_mask` [B, S] may pad anywhere; values at pads mean
-    nothing. `checkpoint=True` keeps only the layers' inputs and computes each layer again in the backward pass, in eval
+    Exactly one of `input_ids` and `inputs_embeds`. Of a frozen model fed ids, the embeddings are made to need
+    gradients, so that hidden states are connected all the same. `attention_mask` [B, S] may pad anywhere; values at
+    pads mean nothing. `checkpoint=True` keeps only the layers' inputs and computes each layer again in the backward pass, in eval
     mode too. No setting of the model changes. ValueError, UnknownSite before the forward.
     """
     if (input_ids is None) == (inputs_embeds is None):

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -33,13 +32,15 @@ class VirtualTokenInjector:
                 self.text, self.token_id = text * n_soft, int(ids[0])
                 return
         shown = f"{placeholder!r} is" if placeholder is not None else f"none of {len(candidates)} candidates is"
-        raise ValueError(f"{shown} one token of its own, repeated, that is neither pad, stop nor BOS; pass placeholder=")
+        raise ValueError(
+            f"{shown} one token of its own, repeated, that is neither pad, stop nor BOS; pass placeholder="
+        )
 
     @contextmanager
     def inject(self, model: nn.Module, vectors: Float[Tensor, "row soft width"]) -> Iterator[None]:
         """Within the block, forwards of `model` see `vectors` in place of the placeholders' embeddings. Gradients flow.
 
-        vectors: [B, n_soft, D], or one row for all. Vectors live where the embedding module's output does (Gemma: scaled).
+        vectors: [B, n_soft, D], or one row for all, in the space of the embedding module's output (Gemma: scaled).
         A forward must hold all placeholders of a row or none (decode steps). ValueError otherwise, HookDidNotFire if
         none was ever seen.
         """
