@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .markup import Markup, join, number, tag
 
 SIZE = (560, 300)
-LEFT, RIGHT, TOP, BOTTOM = 58, 16, 14, 44
+LEFT, RIGHT, TOP, BOTTOM = 68, 16, 14, 44
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +115,8 @@ def _axes(frame: _Frame, x_label: str, y_label: str, x_names: Sequence[str] | No
     parts.append(
         tag("text", x_label, x=(LEFT + frame.right) / 2, y=frame.bottom + 38, text_anchor="middle", class_="label")
     )
-    turned = f"rotate(-90 14 {middle})"
-    parts.append(tag("text", y_label, x=14, y=middle, text_anchor="middle", class_="label", transform=turned))
+    turned = f"rotate(-90 12 {middle})"
+    parts.append(tag("text", y_label, x=12, y=middle, text_anchor="middle", class_="label", transform=turned))
     return tag("g", *parts, class_="axes")
 
 
