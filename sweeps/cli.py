@@ -23,6 +23,7 @@ _WORST_FIRST = (ERROR, REFUSED, FAILED_CELLS, COMPLETE)
 USAGE = """sweeps <command> ...
 
   plan   [key=value ...]   how large a sweep would be: cells, units, tokens, bytes; loads no model
+                           (--measure runs one unit and says how long the whole would take)
   run    [key=value ...]   run it, or continue it; --help shows the configuration, -m runs several
   status DIR               what a run folder holds and how far it is
   report DIR               write the page of a run, DIR/report/index.html
@@ -75,8 +76,10 @@ def _plan(arguments: list[str]) -> int:
     from . import estimate
     from .config import load
 
-    config = load(arguments)
+    config = load([a for a in arguments if a != "--measure"])
     print(estimate.describe(config))
+    if "--measure" in arguments:
+        print(estimate.extrapolate(config, estimate.measure(config)))
     return COMPLETE
 
 

@@ -1,16 +1,38 @@
-"""How large a sweep will be, from its configuration alone."""
+"""How large a sweep will be, from its configuration alone: no model is loaded, no cell is listed.
+
+Every reply is taken to use its whole budget, which small models nearly do; `measure` runs one unit instead. What
+Parquet needs per row and file is measured (bytes after compression) and is little beside the tensors.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from . import shapes
+from interlens.interp.select import Select
+
+from . import items, shapes
 from .config import CaptureConfig, SweepConfig
+from .grid import conditions
+from .selection import parse_tokens
 
 UNIT_BYTES = 512_000_000
 MAX_UNIT_CELLS = 2048
-UNKNOWN_WIDTH = 4096
+UNKNOWN_LAYERS, UNKNOWN_WIDTH = 32, 4096
 """Assumed where a model's sizes cannot be read."""
+FILE_BYTES = {"messages": 6_000, "records": 10_000, "outcomes": 3_000}
+ROW_BYTES = {"messages": 40, "records": 25, "outcomes": 70, "plan": 25}
+GENERATED_BYTES, PROMPT_BYTES, RECORD_TOKEN_BYTES = 4.5, 1.0, 0.5
+"""Per token of a message's reply, of its prompt, of a record."""
+CHARS_PER_TOKEN, MESSAGE_MARKUP, SYSTEM_TOKENS = 4.5, 6, 25
+COMMIT_CELL_BYTES = 25
+RESERVE_BYTES = 500_000_000
+"""What a run leaves free on its disk."""
 
 
 def speakers(config: SweepConfig, part: str) -> list[str]:
@@ -22,17 +44,10 @@ def speakers(config: SweepConfig, part: str) -> list[str]:
 
 def budget(config: SweepConfig, name: str, part: str) -> int:
     """Tokens that one turn of a participant may generate in the trunk or the branch."""
-    return getattr(config.scenario, part).max_new_tokens or config.scenario.participants[name].max_new_tokens
-
-
-def tensor_bytes(config: SweepConfig, part: str = "branch") -> int:
-    """Bytes of activations that one cell (one trunk) keeps at most, tokens at their budget."""
-    return sum(
-        _capture_bytes(config, capture, name, budget(config, name, part))
-        for capture in config.capture
-        for turn, name in enumerate(speakers(config, part))
-        if name in capture.participants and captures_turn(capture, part, turn)
-    )
+    participant = config.scenario.participants[name]
+    if participant.kind == "scripted":
+        return 0
+    return getattr(config.scenario, part).max_new_tokens or participant.max_new_tokens
 
 
 def captures_turn(capture: CaptureConfig, part: str, turn: int) -> bool:
@@ -42,82 +57,266 @@ def captures_turn(capture: CaptureConfig, part: str, turn: int) -> bool:
     return part == "branch" and turn in capture.turns
 
 
-def _capture_bytes(config: SweepConfig, capture: CaptureConfig, name: str, tokens: int) -> int:
-    shape = shapes.of(config, config.scenario.participants[name].model)
-    total = 0
-    for site in capture.sites:
-        layers = (
-            1
-            if site in ("embed", "final_norm", "logits")
-            else len(capture.layers or range(shape.layers if shape else 32))
-        )
-        width = shape.site_width(site) if shape else UNKNOWN_WIDTH
-        rows, size = (1, 4) if capture.pool else (tokens, shape.item_bytes if shape else 2)
-        total += layers * rows * width * size
-    return total
-
-
 def default_unit_cells(config: SweepConfig) -> int:
     """Cells of a unit: about 512 MB of tensors, at most 2 048."""
     per_cell = tensor_bytes(config)
     return max(1, min(MAX_UNIT_CELLS, UNIT_BYTES // per_cell if per_cell else MAX_UNIT_CELLS))
 
 
+def tensor_bytes(config: SweepConfig, part: str = "branch") -> int:
+    """Bytes of activations that one cell (one trunk) keeps, every reply at its budget."""
+    return sum(load.tensors for load in _turns(config, part))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What one turn costs."""
+
+    generated: int = 0
+    prompt: int = 0
+    tensors: int = 0
+    records: int = 0
+    record_tokens: int = 0
+    recomputed: int = 0
+    """Prompt positions that a capture selects: they are run through the model again where their KV is reused."""
+
+
+def _turns(config: SweepConfig, part: str) -> Iterator[Load]:
+    prompt = SYSTEM_TOKENS + _text_tokens(config.scenario.opening)
+    if part == "branch":
+        prompt += sum(budget(config, n, "trunk") + MESSAGE_MARKUP for n in speakers(config, "trunk"))
+        prompt += _text_tokens(config.scenario.framing)
+    for turn, name in enumerate(speakers(config, part)):
+        prompt += MESSAGE_MARKUP
+        generated = budget(config, name, part)
+        caught = [c for c in config.capture if name in c.participants and captures_turn(c, part, turn)]
+        kept = [_kept(config, c, name, prompt, generated) for c in caught]
+        yield Load(
+            generated=generated, prompt=prompt if generated else 0, tensors=sum(k.tensors for k in kept),
+            records=sum(k.records for k in kept), record_tokens=sum(k.record_tokens for k in kept),
+            recomputed=max((k.recomputed for k in kept), default=0),
+        )  # fmt: skip
+        prompt += generated
+
+
+def _text_tokens(text: str | None) -> int:
+    return round(len(text) / CHARS_PER_TOKEN) + MESSAGE_MARKUP if text else 0
+
+
+def _kept(config: SweepConfig, capture: CaptureConfig, name: str, prompt: int, generated: int) -> Load:
+    shape = shapes.of(config, config.scenario.participants[name].model)
+    from_prompt, from_reply = _selected(parse_tokens(capture.tokens), prompt, generated)
+    rows = min(from_prompt + from_reply, prompt + generated)
+    records = tensors = 0
+    for site in capture.sites:
+        every = 1 if site in ("embed", "final_norm", "logits") else shape.layers if shape else UNKNOWN_LAYERS
+        layers = 1 if every == 1 else len(capture.layers) if capture.layers is not None else every
+        width = shape.site_width(site) if shape else UNKNOWN_WIDTH
+        records += layers
+        tensors += layers * width * (4 if capture.pool else rows * (shape.item_bytes if shape else 2))
+    return Load(tensors=tensors, records=records, record_tokens=records * rows, recomputed=from_prompt)
+
+
+def _selected(select: Select, prompt: int, generated: int) -> tuple[int, int]:
+    """About how many prompt and reply positions a selection takes."""
+    op, args = select.op, select.args
+    if op == "or":
+        parts = [_selected(part, prompt, generated) for part in args]
+        return min(sum(p for p, _ in parts), prompt), min(sum(g for _, g in parts), generated)
+    if op == "minus":
+        return _selected(args[0], prompt, generated)
+    if op in ("all", "branch"):
+        return prompt, generated
+    if op == "prompt" or (op == "phase" and args[0] == "prompt"):
+        return prompt, 0
+    if op in ("generated", "phase"):
+        return 0, generated
+    if op == "window":
+        first, last, of = args
+        size = prompt if of == "prompt" else generated
+        count = max(0, min(last + size * (last < 0), size) - min(first + size * (first < 0), size))
+        return (count, 0) if of == "prompt" else (0, count)
+    if op == "positions":
+        return min(len(args), prompt), 0
+    return min(30, prompt), 0  # a message, or the special tokens
+
+
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large a plan is. Tokens and bytes are expected, not the most there can be."""
+    """How large a plan is."""
 
-    items: int
-    trunks: int
-    cells: int
-    units: int
-    tokens: int
-    """Generated, every turn at its budget."""
-    tensor_bytes: int
-    """Activations, likewise."""
+    items: int = 0
+    trunks: int = 0
+    cells: int = 0
+    units: int = 0
+    tokens: int = 0
+    """Generated."""
+    tensor_bytes: int = 0
+    other_bytes: int = 0
+    """Tables and commits."""
+    recomputed: int = 0
+    """Prompt positions that captures run through the model again."""
+
+    @property
+    def bytes(self) -> int:
+        return self.tensor_bytes + self.other_bytes
 
 
 def size(config: SweepConfig) -> Size:
-    """Count the plan, streamed."""
-    from .plan import expand
+    """The whole plan's, from one pass over the items and one over the grid."""
+    from .checks import applied_and_normalized
+    from .identity import cast_of
+    from .plan import seeds
 
-    items: set[str] = set()
-    trunks = cells = units = 0
-    for unit in expand(config):
-        items |= unit.items.keys()
-        trunks, cells, units = trunks + len(unit.owns), cells + len(unit.cells), units + 1
-    tokens = {part: sum(budget(config, n, part) for n in speakers(config, part)) for part in ("trunk", "branch")}
-    stored = {part: tensor_bytes(config, part) for part in ("trunk", "branch")}
+    num_items = sum(1 for _ in items.read(config.scenario.items))
+    trunk_seeds, branch_seeds = len(seeds(config.scenario.trunk.seeds)), len(seeds(config.scenario.branch.seeds))
+    trunk_axes = tuple(axis for axis in config.grid if axis.is_trunk)
+    after = tuple(axis for axis in config.grid if not axis.is_trunk)
+    settings, casts, num_points = 0, {}, 0
+    total: dict[str, float] = dict.fromkeys(("tokens", "tensors", "other", "recomputed"), 0)
+    for shared in conditions(trunk_axes):
+        settings += 1
+        base = applied_and_normalized(config, shared)
+        if base.scenario.trunk.turns:
+            _add(total, base, "trunk", num_items * trunk_seeds)
+        for point in conditions(after):
+            num_points += 1
+            under = applied_and_normalized(config, {**shared, **point})
+            casts[cast_of(under)] = None
+            _add(total, under, "branch", num_items * trunk_seeds * branch_seeds)
+    trunks = num_items * trunk_seeds * settings
+    cells = num_items * trunk_seeds * branch_seeds * num_points
+    limit = config.plan.unit_cells or default_unit_cells(config)
+    whole = max(1, limit // max(1, branch_seeds * num_points // max(settings, 1)))
+    has_trunk = config.scenario.trunk.turns > 0 or bool(trunk_axes)
+    pieces = len({**casts, cast_of(config): None} if has_trunk else casts)
+    units = math.ceil(trunks / whole) * pieces
+    per_file = sum(FILE_BYTES[t] for t, on in (("messages", True), ("records", config.capture),
+                                               ("outcomes", config.scenario.analyzers)) if on)  # fmt: skip
+    other = total["other"] + units * per_file + cells * (COMMIT_CELL_BYTES + ROW_BYTES["plan"])
     return Size(
-        items=len(items), trunks=trunks, cells=cells, units=units,
-        tokens=trunks * tokens["trunk"] + cells * tokens["branch"],
-        tensor_bytes=trunks * stored["trunk"] + cells * stored["branch"],
+        items=num_items, trunks=trunks, cells=cells, units=units, tokens=round(total["tokens"]),
+        tensor_bytes=round(total["tensors"]), other_bytes=round(other), recomputed=round(total["recomputed"]),
     )  # fmt: skip
+
+
+def _add(total: dict[str, float], config: SweepConfig, part: str, times: int) -> None:
+    scenario = config.scenario
+    for load in _turns(config, part):
+        total["tokens"] += times * load.generated
+        total["tensors"] += times * load.tensors
+        total["recomputed"] += times * load.recomputed
+        total["other"] += times * (
+            ROW_BYTES["messages"] + GENERATED_BYTES * load.generated + PROMPT_BYTES * load.prompt
+            + ROW_BYTES["records"] * load.records + RECORD_TOKEN_BYTES * load.record_tokens
+        )  # fmt: skip
+    said = scenario.opening if part == "trunk" or not scenario.trunk.turns else scenario.framing
+    total["other"] += times * ROW_BYTES["messages"] * bool(said)
+    if part == "branch" and scenario.analyzers:
+        total["other"] += times * ROW_BYTES["outcomes"]
 
 
 def describe(config: SweepConfig) -> str:
     """The plan in a few lines, for people."""
     found = size(config)
     axes = [f"  {axis.path}: {', '.join(map(str, axis.labels))}" for axis in config.grid]
-    shared = [
-        f"  {e.kind} on {', '.join(e.participants)} edits the trunk's positions too (tokens: {e.tokens}): "
-        "these rows share no KV with others"
+    trunk = f", {found.trunks} trunks of {config.scenario.trunk.turns} turns" if config.scenario.trunk.turns else ""
+    notes = [
+        f"{e.kind} on {', '.join(e.participants)} edits the trunk's positions too (tokens: {e.tokens}), "
+        "so these rows share no KV with unsteered ones"
         for e in config.intervention
-        if config.scenario.trunk.turns and e.tokens.strip() in ("all", "all()", "prompt", "prompt()")
+        if config.scenario.trunk.turns and _touches_trunk(parse_tokens(e.tokens))
     ]
+    if found.recomputed:
+        notes.append(
+            f"captures select about {found.recomputed} prompt positions, which are run through the model again"
+        )
     return "\n".join([
         f"{config.experiment} -> {config.run.dir}",
-        f"{found.cells} cells in {found.units} units; {found.items} items, {found.trunks} trunks",
+        f"{found.cells} cells in {found.units} units: {found.items} items{trunk}, "
+        f"{config.scenario.branch.turns} turns a cell",
         *axes,
-        f"at most {found.tokens} tokens to generate, {human(found.tensor_bytes)} of activations",
-        *shared,
+        f"about {found.tokens} tokens to generate, if every reply uses its budget",
+        f"about {human(found.bytes)} to write: {human(found.tensor_bytes)} of activations, "
+        f"{human(found.other_bytes)} of tables",
+        *notes,
     ])  # fmt: skip
+
+
+def _touches_trunk(select: Select) -> bool:
+    if select.op in ("or", "minus"):
+        return _touches_trunk(select.args[0]) or (select.op == "or" and _touches_trunk(select.args[1]))
+    return select.op in ("all", "prompt") or (select.op == "phase" and select.args[0] == "prompt")
 
 
 def human(size: float) -> str:
     """Bytes in the unit that reads best."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
-    raise AssertionError
+    return f"{size:.1f} TB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One unit, run."""
+
+    cells: int
+    seconds: float
+    load_s: float
+    tokens: int
+    bytes: int
+
+
+def measure(config: SweepConfig) -> Measured:
+    """Run the plan's first unit on one replica in this process, in a folder that is deleted afterwards."""
+    from . import folder, store
+    from .planfile import PlanFile
+    from .replica import Replica
+    from .units import pack
+
+    root = Path(tempfile.mkdtemp(prefix="sweeps-measure-"))
+    try:
+        folder.enter(replace(config, run=replace(config.run, dir=str(root), force=True)), root)
+        plan = PlanFile(root)
+        unit = next(plan.unit(info.id) for info in plan.infos() if info.num_cells)
+        runner = Replica(config.to_dict(), str(root), unit.cast, config.cluster.threads)
+        load_s = runner.load()["load_s"]
+        begun = time.monotonic()
+        ack = runner.run(pack(unit, {}, 0))
+        seconds = time.monotonic() - begun
+        commit = store.read_commit(root, unit.id)
+        if commit is None or not commit.cells:
+            raise RuntimeError(f"the measured unit did not finish: {ack.get('first_error') or ack.get('error')}")
+        written = sum(file["bytes"] for file in commit.files)
+        return Measured(cells=len(commit.cells), seconds=seconds, load_s=load_s, tokens=runner.tokens, bytes=written)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def extrapolate(config: SweepConfig, measured: Measured) -> str:
+    """What one unit says of the whole plan, for people."""
+    times = size(config).cells / measured.cells
+    replicas = config.cluster.replicas
+    seconds = measured.load_s + measured.seconds * times / replicas
+    return (
+        f"measured: {measured.cells} cells in {measured.seconds:.1f} s, "
+        f"{measured.tokens / measured.seconds:.0f} tokens/s, after {measured.load_s:.1f} s of loading\n"
+        f"the whole plan, by that: {round(measured.tokens * times)} tokens, {human(measured.bytes * times)}, "
+        f"about {seconds / 60:.1f} minutes on {replicas} replicas of this speed"
+    )
+
+
+def missing_bytes(config: SweepConfig, root: str | Path) -> int:
+    """Bytes by which what is still to be written exceeds the free space, less a reserve; 0 where it fits."""
+    there = sum(f.stat().st_size for f in Path(root).rglob("*") if f.is_file()) if Path(root).is_dir() else 0
+    return max(0, size(config).bytes - there - max(0, free_bytes(root) - RESERVE_BYTES))
+
+
+def free_bytes(root: str | Path) -> int:
+    """Free space of the disk on which a folder lies or will lie."""
+    path = Path(root).absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free

@@ -19,7 +19,7 @@ import numpy as np
 
 from interlens.errors import InterlensError
 
-from . import inputs, planfile, store, tables
+from . import estimate, inputs, planfile, store, tables
 from .config import SweepConfig
 from .plan import Branches, expand, pack, trunks
 
@@ -52,6 +52,7 @@ def enter(config: SweepConfig, root: str | Path) -> Entered:
     if (root / "run.json").is_file():
         return _continue(config, root)
     _check_empty(root)
+    _check_space(config, root)
     for leftover in ("plan", "inputs"):
         shutil.rmtree(root / leftover, ignore_errors=True)
     (root / "config-0.yaml").unlink(missing_ok=True)
@@ -60,6 +61,16 @@ def enter(config: SweepConfig, root: str | Path) -> Entered:
     count = planfile.write(root, 0, config.grid, expand(config))
     store.write_new(root, "run.json", store.dump_json(_about(config)))
     return Entered(state="new", num_cells=count, new_cells=count)
+
+
+def _check_space(config: SweepConfig, root: Path) -> None:
+    missing = estimate.missing_bytes(config, root)
+    if missing and not config.run.force:
+        raise RunRefused(
+            f"{str(root)!r} needs about {estimate.human(estimate.size(config).bytes)} and its disk has "
+            f"{estimate.human(estimate.free_bytes(root))} free, of which {estimate.human(estimate.RESERVE_BYTES)} "
+            "stay free; name another run.dir, capture less (pool: mean), or force it (run.force=true)"
+        )
 
 
 OURS = {"plan", "inputs", "config-0.yaml", "_tmp", "_lease", "events.jsonl", "progress.json"}
@@ -97,6 +108,7 @@ def _continue(config: SweepConfig, root: Path) -> Entered:
     if not still.all():
         raise RunRefused(_difference(config, root, plan, int((~still).sum()), new))
     if new:
+        _check_space(config, root)
         _extend(config, root, plan, known, set(old["trunk"].to_pylist()))
     return Entered(state="extended" if new else "same", num_cells=len(known) + new, new_cells=new)
 

@@ -1,0 +1,75 @@
+"""Laws of the estimates: what is planned is what is counted, and near what a finished run wrote."""
+
+import pytest
+
+from sweeps import estimate, folder
+from sweeps.plan import expand
+from tests.sweeps import talk
+from tests.sweeps.test_plan import STEER, scenario
+
+
+@pytest.mark.parametrize("change", [
+    {}, {"plan": {"unit_cells": 7}}, {"plan": {"unit_cells": 1}}, {"grid": {}},
+    {"grid": {"trunk.turns": [1, 2, 3], "framing": {"a": "x", "b": "y"}}},
+    {"intervention": STEER, "grid": {"intervention.coef": [0, 1, 2]}, "plan": {"unit_cells": 10}},
+    {"scenario": scenario(trunk={"turns": 0, "seeds": 3}, branch={"turns": 1, "seeds": [4, 9]})},
+    {"models": {"tiny": {"source": "hub/a"}, "other": {"source": "hub/b"}}, "capture": None,
+     "grid": {"scenario.participants.bob.model": ["tiny", "other"]}},
+    {"models": {"tiny": {"source": "hub/a"}, "other": {"source": "hub/b"}}, "capture": None,
+     "grid": {"scenario.participants.bob.model": ["other"]}},
+])  # fmt: skip
+def test_counts_are_those_of_the_plan(tmp_path, change):
+    config = talk.config(tmp_path, **change)
+    units = list(expand(config))
+    found = estimate.size(config)
+    assert (found.cells, found.units) == (sum(len(u.cells) for u in units), len(units))
+    assert found.items == 3 and found.trunks == len({c.trunk for u in units for c in u.cells})
+
+
+def test_tokens_and_tensors_are_counted_by_turn(tmp_path):
+    config = talk.config(tmp_path, grid={})
+    found = estimate.size(config)
+    per_trunk, per_cell = 512 + 8, 512 + 8
+    assert found.tokens == 6 * per_trunk + 12 * per_cell
+    means, rows = 2 * 8 * 4, 8 * 8 * 4
+    assert found.tensor_bytes == 12 * (means + rows), "bob's answer: two means, and 8 rows of float32"
+    assert found.recomputed == 0
+    branch = talk.config(tmp_path, grid={"scenario.branch.max_new_tokens": [4, 16]})
+    assert estimate.size(branch).tokens == 6 * per_trunk + 12 * (8 + 32)
+    whole = talk.config(tmp_path, grid={}, capture={"participants": ["bob"], "layers": [0], "tokens": "all"})
+    assert estimate.size(whole).recomputed > 12 * 512
+    assert "run through the model again" in estimate.describe(whole)
+
+
+def test_edits_of_the_trunk_are_said(tmp_path):
+    assert "share no KV" not in estimate.describe(talk.config(tmp_path, intervention=STEER))
+    assert "share no KV" in estimate.describe(talk.config(tmp_path, intervention={**STEER, "tokens": "all - special"}))
+
+
+def test_sizes_read_well():
+    assert [estimate.human(n) for n in (0, 999, 1500, 2_500_000, 7e9, 3.2e12)] == [
+        "0 B", "999 B", "1.5 kB", "2.5 MB", "7.0 GB", "3.2 TB",
+    ]  # fmt: skip
+
+
+def test_what_does_not_fit_the_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(estimate, "free_bytes", lambda root: estimate.RESERVE_BYTES + 1_000)
+    config = talk.config(tmp_path)
+    with pytest.raises(folder.RunRefused, match=r"501\.0|500\.0 MB"):
+        folder.enter(config, config.run.dir)
+    assert not (tmp_path / "run").exists()
+    forced = talk.config(tmp_path, run={"dir": config.run.dir, "force": True})
+    assert folder.enter(forced, config.run.dir).state == "new"
+    assert folder.enter(config, config.run.dir).state == "same", "what runs already is not asked again"
+
+
+def test_one_unit_is_measured_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", None)
+    people = {"ann": {"kind": "scripted", "lines": ["hi"]}, "ben": {"kind": "scripted", "lines": ["oh"]}}
+    config = talk.config(tmp_path, scenario=scenario(participants=people), capture=None)
+    measured = estimate.measure(config)
+    assert measured.cells == 8 and measured.bytes > 0 and not list((tmp_path / "scratch").iterdir())
+    assert not (tmp_path / "run").exists()
+    assert "measured: 8 cells" in estimate.extrapolate(config, measured)
