@@ -23,7 +23,7 @@ IDS = torch.arange(3, 11)[None]
 def build_tiny(seed: int = 0) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     shape = dict(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
     )
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=128, **shape)).eval()
 
