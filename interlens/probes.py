@@ -323,6 +323,45 @@ def evaluate(
     )
 
 
+def transfer(
+    x: Any,
+    y: Any,
+    groups: Sequence[Hashable] | None,
+    domains: Sequence[Hashable],
+    *,
+    method: str = "difference_of_means",
+    folds: int = 5,
+    draws: int = 1000,
+    seed: int = 0,
+    **options: Any,
+) -> dict[tuple[Hashable, Hashable], Interval]:
+    """AUROC of probes fitted in one domain and tested in another, always on groups the fit has not seen.
+
+    `domains`: one per row of `x` [N, D]. Returns {(fitted on, tested on): interval}; pairs without both classes in the
+    training rows, or without test pairs, are left out.
+    """
+    x, y = _check(x, y)
+    index, _ = group_index(groups, len(y))
+    names = list(dict.fromkeys(domains))
+    domain = np.array([names.index(d) for d in domains])
+    fold_of = split_by_group(y, list(index), folds, seed)
+    found = {}
+    for a, fitted in enumerate(names):
+        scores = {b: np.full(len(y), np.nan) for b in range(len(names))}
+        for fold in np.unique(fold_of):
+            train = (fold_of != fold) & (domain == a)
+            if y[train].any() and not y[train].all():
+                probe = fit(method, x[train], y[train], list(index[train]), **options)
+                for b in scores:
+                    test = (fold_of == fold) & (domain == b)
+                    scores[b][test] = probe.score(x[test])
+        for b, tested in enumerate(names):
+            value = _within_folds(scores[b], y, fold_of)
+            if np.isfinite(value(np.ones(len(y)))):
+                found[fitted, tested] = bootstrap(value, list(index), len(y), draws=draws, seed=seed)
+    return found
+
+
 def _permutation_summary(shuffled: list[float], value: float) -> dict[str, float]:
     p_value = (1 + sum(s >= value for s in shuffled)) / (1 + len(shuffled))
     return {**_spread(shuffled), "p_value": float(p_value)}

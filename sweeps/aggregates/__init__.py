@@ -76,7 +76,13 @@ class Fit(Protocol):
 
 KINDS: dict[str, str] = {
     "difference_of_means": "sweeps.aggregates.difference_of_means:DifferenceOfMeans",
+    "lda": "sweeps.aggregates.lda:Lda",
+    "logistic": "sweeps.aggregates.logistic:Logistic",
+    "logprob_summary": "sweeps.aggregates.logprob_summary:LogprobSummary",
+    "moments": "sweeps.aggregates.moments:RowMoments",
     "outcomes": "sweeps.aggregates.outcomes:Outcomes",
+    "probe_eval": "sweeps.aggregates.probe_eval:ProbeEval",
+    "similarity": "sweeps.aggregates.similarity:Similarity",
 }
 """Kind -> import path of its class. Adding an aggregate is one file and one row here."""
 

@@ -138,6 +138,8 @@ def _own(outcomes: pa.Table, run: Any) -> list[str]:
 
 def item_rows(run: Any) -> dict[str, Mapping[str, Any]]:
     """Item id -> its row, from the run folder's own copy."""
+    if hasattr(run, "item_rows"):
+        return run.item_rows
     rows: dict[str, Mapping[str, Any]] = {}
     for path in sorted((Path(run.root) / "inputs").glob("items-*.jsonl")):
         with path.open("rb") as lines:

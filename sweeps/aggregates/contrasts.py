@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from interlens.probes import cosine_map, evaluate
+from interlens.probes import cosine_map, evaluate, fit
 
 from .columns import check_known, read_labels
 from .expressions import parse, parse_contrast
-from .places import Labelled, labelled_places
+from .places import Labelled, labelled_places, places, tensor_names
 
 CONTROLS = ("shuffled", "random")
 FINER_THAN_TRUNK = ("cell", "branch_seed", "message_idx")
@@ -117,3 +117,32 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
         names, cosines = cosine_map(result["tensors"])
         result["cosines"] = {"names": names, "values": cosines.tolist()}
     return result
+
+
+class ProbeFit(ContrastFit):
+    """A Fit of one probe per place. Result: `directions` as `difference_of_means` has them, and their tensors."""
+
+    def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Fit on all rows (or a keyed sample of `max_rows`), evaluate on held-out groups."""
+        names = tensor_names(places(run, pool=self.pool, participant=self.participant))
+        entries, tensors = [], {}
+        for data in self.places(run):
+            entry = {
+                "key": data.place.key,
+                **data.place.columns(),
+                "num_pos": int(data.y.sum()),
+                "num_neg": int((~data.y).sum()),
+                "num_neither": data.num_neither,
+                "non_finite": data.non_finite,
+                "norm": None,
+            }
+            rows = data.sample(self.max_rows)
+            try:
+                probe = fit(self.method, data.x[rows], data.y[rows], [data.groups[i] for i in rows])
+            except ValueError as error:
+                entries.append({**entry, "evaluation": None, "why": str(error)})
+                continue
+            entry |= {"tensor": names[data.place], "norm": probe.norm, "threshold": probe.threshold}
+            tensors[names[data.place]] = probe.direction
+            entries.append({**entry, **self.evaluation(data)})
+        return summary({**self.described(), "directions": entries, "tensors": tensors})

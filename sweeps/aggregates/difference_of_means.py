@@ -2,69 +2,75 @@
 
     directions: {contrast: "framing == 'warm' vs framing == 'cold'", split: item, controls: [shuffled, random]}
 
-The means stream on the replicas; the evaluation is one pass over the stored pooled vectors. Rows are messages: each
-pooled record counts once (`weight: token` counts it once per pooled token).
+The means stream on the replicas; the evaluation is one pass over the stored pooled vectors. With a pool, rows are
+messages and every message counts once; with `pool: null`, rows are the recorded tokens and every token counts once
+(`max_norm` leaves out attention sinks and counts them); such a direction is not evaluated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from interlens.statistics import Moments, as_float64
+from interlens.statistics import Moments
 
-from . import CellResult, State
-from .columns import cell_columns, record_columns
+from . import State
 from .contrasts import ContrastFit, summary
-from .places import Labelled, Place, tensor_names
-from .streaming import Keyed, MomentsSum, moments_of, put
+from .places import Place, tensor_names
+from .streaming import REMOVED, RecordSum, moments_of, places_in
+
+SIDES = ("pos", "neg", "neither")
 
 
-class DifferenceOfMeans(ContrastFit, MomentsSum):
+class DifferenceOfMeans(ContrastFit, RecordSum):
     """Sum and Fit. Result: `directions`, one entry per place, and tensors: positive minus negative mean, [D] each."""
 
     kind = method = "difference_of_means"
 
-    def contribution(self, result: CellResult) -> Keyed:
-        if self.labels is not None:
-            return
-        cell = cell_columns(result)
-        for record in result.records:
-            if record.pool != self.pool or self.participant not in (None, record.participant):
-                continue
-            place = Place(participant=record.participant, site=record.site, layer=record.layer, pool=record.pool)
-            row = {**cell, **record_columns(result, record)}
-            if self.where is not None and not self.where(row):
-                continue
-            yield f"{place.key}|{self.contrast.side(row) or 'neither'}", as_float64(record.tensor)
+    def __init__(self, name: str, *, max_norm: float | None = None, **options: Any):
+        super().__init__(name, **options)
+        self.max_norm = max_norm
+
+    def names(self) -> set[str]:
+        return {*self.contrast.names, *(self.where.names if self.where else ())}
+
+    def key_of(self, row: Mapping[str, Any]) -> str | None:
+        if self.where is not None and not self.where(row):
+            return None
+        return f"{Place.at(row).key}|{self.contrast.side(row) or 'neither'}"
 
     def finish(self, state: State) -> dict[str, Any]:
         moments = moments_of(state)
-        found = sorted({Place.of(key.rpartition("|")[0]) for key in moments}, key=Place.order)
+        found = places_in(moments)
         names = tensor_names(found)
         entries, tensors = [], {}
         for place in found:
-            sides = {side: moments.get(f"{place.key}|{side}") for side in ("pos", "neg", "neither")}
+            sides = {side: moments.get(f"{place.key}|{side}") for side in SIDES}
+            removed = [moments.get(f"{place.key}|{side}{REMOVED}") for side in SIDES]
             entry, direction = _entry(place, sides)
+            entry["removed"] = sum(m.count for m in removed if m)
             entries.append(entry)
             if direction is not None:
                 entry["tensor"] = names[place]
                 tensors[entry["tensor"]] = direction
-        return {**self.described(), "directions": entries, "tensors": tensors}
+        return {**self.described(), "max_norm": self.max_norm, "directions": entries, "tensors": tensors}
 
     def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Evaluate on held-out groups; without streamed sums, recompute them from the stored vectors first."""
-        labelled = {data.place.key: data for data in self.places(run)}
-        if finished is None or self.labels is not None:
-            finished = self.finish(_recompute(labelled.values()))
+        """Evaluate the directions of `finished` on held-out groups."""
+        if finished is None:
+            raise ValueError(f"{self.name}: the means come first (aggregates.finalize does both)")
+        labelled = {} if self.pool is None else {data.place.key: data for data in self.places(run)}
         for entry in finished["directions"]:
-            entry.update(self.evaluation(labelled.get(entry["key"])))
+            if self.pool is None:
+                entry.update({"evaluation": None, "why": "rows are tokens; a pool is needed to hold out messages"})
+            else:
+                entry.update(self.evaluation(labelled.get(entry["key"])))
         return summary(finished)
 
 
-def _entry(place: Place, sides: dict[str, Moments | None]) -> tuple[dict[str, Any], np.ndarray | None]:
+def _entry(place: Place, sides: Mapping[str, Moments | None]) -> tuple[dict[str, Any], np.ndarray | None]:
     """One direction's numbers, and the direction itself where both sides have rows and differ."""
     counts = {f"num_{side}": found.count if found else 0 for side, found in sides.items()}
     non_finite = sum(found.non_finite for found in sides.values() if found)
@@ -80,17 +86,5 @@ def _entry(place: Place, sides: dict[str, Moments | None]) -> tuple[dict[str, An
 
 def rms_norm(moments: Moments) -> float:
     """Root mean square norm of the rows: the scale a coefficient is to be compared with."""
-    return float(np.sqrt(moments.mean @ moments.mean + moments.m2.sum() / moments.count))
-
-
-def _recompute(labelled: Iterable[Labelled]) -> State:
-    state: State = {}
-    for data in labelled:
-        for side, rows in (("pos", data.x[data.y]), ("neg", data.x[~data.y])):
-            if len(rows):
-                put(state, f"{data.place.key}|{side}", Moments.of(rows))
-        if data.num_neither:
-            neither = Moments(data.x.shape[1])
-            neither.count = data.num_neither
-            put(state, f"{data.place.key}|neither", neither)
-    return state
+    squares = np.trace(moments.m2) if moments.has_covariance else moments.m2.sum()
+    return float(np.sqrt(moments.mean @ moments.mean + squares / moments.count)) if moments.count else float("nan")

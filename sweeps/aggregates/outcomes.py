@@ -33,6 +33,8 @@ Pair = tuple[str, dict[Any, float]]
 class Outcomes(MomentsSum):
     """Sum (means per condition) and Fit (paired comparison along `axis`). `measures`: names, or None for all."""
 
+    reads_records = False
+
     def __init__(
         self,
         name: str,

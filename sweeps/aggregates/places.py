@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,11 @@ class Place:
         site, _, layer = where.rpartition(".")
         participant, _, pool = who.rpartition(".")
         return cls(participant=participant, site=site, layer=int(layer), pool=None if pool == "None" else pool)
+
+    @classmethod
+    def at(cls, row: Mapping[str, Any]) -> Place:
+        """The place of a record with these columns."""
+        return cls(participant=row["participant"], site=row["site"], layer=row["layer"], pool=row["pool"])
 
     def columns(self) -> dict[str, Any]:
         return {"participant": self.participant, "site": self.site, "layer": self.layer, "pool": self.pool}

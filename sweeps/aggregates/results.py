@@ -9,36 +9,44 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save
 
 from .. import store
 from . import Fit, Sum, build
 from .directions import save_directions
+from .shards import recompute
 
 
 def finalize(run: Any, aggregates: Iterable[Any] | None = None) -> dict[str, dict[str, Any]]:
     """See `sweeps.aggregates.finalize`."""
-    entries = run.config.aggregate if aggregates is None else tuple(aggregates)
+    entries = list(run.config.aggregate if aggregates is None else aggregates)
+    made = list(zip(build(entries, run.config), entries, strict=True))
     results = {}
-    for made, entry in zip(build(entries, run.config), entries, strict=True):
-        finished = _merged(run, made) if isinstance(made, Sum) and aggregates is None else None
-        result = made.fit(run, finished) if isinstance(made, Fit) else finished
-        results[made.name] = _write(Path(run.root), made.name, dict(result or {}), dict(entry.options or {}))
+    for aggregate, entry in sorted(made, key=lambda pair: getattr(pair[0], "is_last", False)):
+        finished = _finished(run, aggregate, stored=aggregates is None) if isinstance(aggregate, Sum) else None
+        result = aggregate.fit(run, finished) if isinstance(aggregate, Fit) else finished
+        results[aggregate.name] = _write(Path(run.root), aggregate.name, dict(result or {}), dict(entry.options or {}))
     return results
 
 
-def _merged(run: Any, made: Sum) -> dict[str, Any] | None:
-    """The finished sum over all committed units, in unit order; None where no unit has recorded this sum."""
-    states = [dict(state) for state in run.sums(made.name)]
-    return made.finish(reduce(made.merge, states, made.zero())) if states else None
+def _finished(run: Any, aggregate: Sum, stored: bool) -> dict[str, Any]:
+    """The finished sum: of the states that units recorded, or recomputed from what they stored."""
+    states = [dict(state) for state in run.sums(aggregate.name)] if stored else []
+    if not states or not getattr(aggregate, "streams", True):
+        return aggregate.finish(recompute(run, aggregate))
+    return aggregate.finish(reduce(aggregate.merge, states, aggregate.zero()))
 
 
 def _write(root: Path, name: str, result: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    tensors = result.pop("tensors", {})
+    tensors, arrays = result.pop("tensors", {}), result.pop("arrays", {})
     result = {"name": name, "options": options, **result}
     if tensors:
         described = {key: value for key, value in result.items() if key not in ("cosines", "means")}
         provenance = {"run": str(root), "aggregate": name, **_plain(described)}
         save_directions(root, f"aggregates/{name}.safetensors", tensors, provenance)
+    if arrays:
+        found = {key: np.ascontiguousarray(value, dtype=np.float64) for key, value in arrays.items()}
+        store.replace(root, f"aggregates/{name}.arrays.safetensors", save(found))
     result = _plain(result)
     text = json.dumps(result, indent=1, sort_keys=False, allow_nan=False)
     store.replace(root, f"aggregates/{name}.json", text.encode())

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlens import SteeringSpec
+from interlens.message import Message
 from sweeps.aggregates import Fit, Sum, build, finalize
 from sweeps.aggregates.directions import direction_of, read_directions, save_directions
 from sweeps.aggregates.results import read_results
@@ -21,6 +22,11 @@ RESULTS, AXES = results()
 ENTRIES = {
     "directions": AggregateConfig(name="directions", options={"contrast": CONTRAST, "permutations": 3, "draws": 100}),
     "outcomes": AggregateConfig(name="outcomes", options={"draws": 100}),
+    "moments": AggregateConfig(name="moments", options={"by": ["framing"]}),
+    "covariances": AggregateConfig(
+        name="covariances", options={"kind": "moments", "covariance": True, "max_norm": 12.0}
+    ),
+    "logprob_summary": AggregateConfig(name="logprob_summary", options={}),
 }
 SUMS = [made for entry in ENTRIES.values() if isinstance(made := build([entry])[0], Sum)]
 
@@ -30,6 +36,12 @@ def fold(aggregate, cells):
     for result in cells:
         aggregate.add(state, result)
     return state
+
+
+def fitted(name, cells):
+    """The whole of one aggregate: summed, then fitted over the stored vectors."""
+    aggregate = build([ENTRIES[name]])[0]
+    return aggregate.fit(StoredRun(cells), aggregate.finish(fold(aggregate, cells)))
 
 
 @pytest.mark.parametrize("aggregate", SUMS, ids=lambda a: a.name)
@@ -71,16 +83,14 @@ def test_a_cell_that_cannot_be_added_leaves_the_state_as_it_was():
     assert state.keys() == before.keys() and all(np.array_equal(state[k], before[k]) for k in before)
 
 
-def test_directions_equal_plain_numpy_and_streamed_equals_recomputed():
+def test_directions_equal_plain_numpy():
     aggregate = build([ENTRIES["directions"]])[0]
     streamed = aggregate.finish(fold(aggregate, RESULTS))
-    recomputed = aggregate.fit(StoredRun(RESULTS))
     for index, layer in enumerate((8, 16)):
         rows = {label: np.stack([r.records[index].tensor[0].double().numpy() for r in RESULTS
                                  if r.cell.condition["framing"] == label]) for label in ("warm", "cold")}  # fmt: skip
         plain = rows["warm"].mean(0) - rows["cold"].mean(0)
         assert np.allclose(streamed["tensors"][f"residual.{layer}"], plain, rtol=0, atol=1e-12)
-        assert np.allclose(recomputed["tensors"][f"residual.{layer}"], plain, rtol=0, atol=1e-12)
         entry = next(e for e in streamed["directions"] if e["layer"] == layer)
         assert (entry["num_pos"], entry["num_neg"], entry["num_neither"]) == (40, 40, 0)
         assert entry["norm"] == pytest.approx(np.linalg.norm(plain), rel=1e-12)
@@ -88,7 +98,7 @@ def test_directions_equal_plain_numpy_and_streamed_equals_recomputed():
 
 
 def test_a_planted_direction_is_found_and_its_controls_are_not():
-    found = build([ENTRIES["directions"]])[0].fit(StoredRun(RESULTS))
+    found = fitted("directions", RESULTS)
     for entry, axis in zip(found["directions"], AXES, strict=True):
         direction = found["tensors"][entry["tensor"]]
         assert direction @ axis / np.linalg.norm(direction) > 0.8
@@ -121,7 +131,7 @@ def test_cells_on_neither_side_and_non_finite_rows_are_counted_not_used():
 
 def test_one_item_gives_a_direction_and_says_why_there_is_no_evaluation():
     cells, _ = results(items=1)
-    entry = build([ENTRIES["directions"]])[0].fit(StoredRun(cells))["directions"][0]
+    entry = fitted("directions", cells)["directions"][0]
     assert entry["norm"] > 0 and entry["evaluation"] is None and "at least 2 groups" in entry["why"]
 
 
@@ -167,7 +177,7 @@ def test_named_axes_are_compared_with_their_first_level():
 
 
 def test_finalize_writes_results_and_directions_that_a_next_run_can_name(tmp_path):
-    run = StoredRun(RESULTS, root=tmp_path, aggregate=tuple(ENTRIES.values()))
+    run = StoredRun(RESULTS, root=tmp_path, aggregate=(ENTRIES["directions"], ENTRIES["outcomes"]))
     for made in build(run.aggregate):
         run.states[made.name] = [fold(made, RESULTS[:30]), fold(made, RESULTS[30:])]
     written = finalize(run)
@@ -217,3 +227,39 @@ def test_every_registered_aggregate_is_a_sum_or_a_fit():
     for entry in ENTRIES.values():
         made = build([entry])[0]
         assert made.name == entry.name and isinstance(made, Sum | Fit)
+
+
+def test_moments_equal_numpy_and_count_what_they_leave_out():
+    rows = np.stack([r.records[1].tensor[0].double().numpy() for r in RESULTS if r.cell.condition["framing"] == "warm"])
+    made = build([ENTRIES["moments"]])[0]
+    found = made.finish(fold(made, RESULTS))
+    entry = next(e for e in found["moments"] if e["layer"] == 16 and e["by"] == {"framing": "warm"})
+    assert entry["count"] == 40 and entry["removed"] == 0
+    assert np.allclose(found["arrays"][f"{entry['key']}.mean"], rows.mean(0), atol=1e-12)
+    assert np.allclose(found["arrays"][f"{entry['key']}.variance"], rows.var(0, ddof=1), atol=1e-12)
+    assert entry["rms_norm"] == pytest.approx(np.sqrt((rows**2).sum(1).mean()))
+    rows = np.stack([r.records[0].tensor[0].double().numpy() for r in RESULTS])
+    kept = rows[np.linalg.norm(rows, axis=1) <= 12.0]
+    made = build([ENTRIES["covariances"]])[0]
+    entry = (found := made.finish(fold(made, RESULTS)))["moments"][1]
+    assert entry["layer"] == 8 and entry["removed"] == 80 - len(kept) > 0 and entry["removed_mean_norm"] > 12
+    assert np.allclose(found["arrays"][f"{entry['key']}.covariance"], np.cov(kept.T), atol=1e-12)
+
+
+def test_logprobs_are_summed_by_token_and_messages_without_are_counted():
+    cells, _ = results(items=2)
+    for n, result in enumerate(cells):
+        result.messages = [
+            Message("bob", "hi", {"n_tokens": n + 1, "surprisal": [1.0 + n] * (n + 1), "entropy": [2.0] * (n + 1)})
+        ]
+    cells[0].messages = [Message("bob", "hi", {"n_tokens": 3})]
+    made = build([ENTRIES["logprob_summary"]])[0]
+    warm, cold = sorted(made.finish(fold(made, cells))["summary"], key=lambda e: e["by"]["framing"], reverse=True)
+    tokens = np.concatenate(
+        [[1.0 + n] * (n + 1) for n in range(len(cells)) if n and cells[n].cell.condition["framing"] == "warm"]
+    )
+    assert (warm["tokens"], warm["messages_without"], cold["messages_without"]) == (len(tokens), 1, 0)
+    assert warm["surprisal"] == pytest.approx(tokens.mean()) and warm["surprisal_std"] == pytest.approx(
+        tokens.std(ddof=1)
+    )
+    assert warm["perplexity"] == pytest.approx(np.exp(tokens.mean())) and warm["entropy"] == 2.0

@@ -1,8 +1,6 @@
 """Columns of expressions: the same value on a replica and over stored data; labels joined by cell and message."""
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from sweeps import aggregates
@@ -53,26 +51,6 @@ def test_distinct_rows_are_evaluated_once():
     assert len(evaluated(rows.slice(0, 0), lambda row: 1)) == 0
 
 
-@pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_labels_join_by_cell_and_make_a_contrast(tmp_path, suffix):
-    path = str(tmp_path / f"labels.{suffix}")
-    labelled = pa.table({"cell": [r.cell.id for r in RESULTS[:-4]],
-                         "good": [int(r.cell.condition["framing"] == "warm") for r in RESULTS[:-4]]})  # fmt: skip
-    if suffix == "csv":
-        from pyarrow import csv
-
-        csv.write_csv(labelled, path)
-    else:
-        pq.write_table(labelled, path)
-    options = {"contrast": "label.good == 1 vs label.good == 0", "labels": path, "draws": 50, "permutations": 0}
-    made = aggregates.build([AggregateConfig(name="directions", options=options)], RUN.config)[0]
-    by_label = made.fit(RUN)["directions"][1]
-    assert (by_label["num_pos"], by_label["num_neg"], by_label["num_neither"]) == (22, 22, 4)
-    state = made.zero()
-    made.add(state, RESULTS[0])
-    assert state == {}
-
-
 def test_labels_that_cannot_be_joined_are_refused(tmp_path):
     path = tmp_path / "labels.csv"
     path.write_text("id,good\nc1,1\n")
@@ -86,17 +64,3 @@ def test_labels_that_cannot_be_joined_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"label.<column> \(with labels: FILE\)"):
         options = {"contrast": "label.good == 1 vs label.good == 0"}
         aggregates.build([AggregateConfig(name="directions", options=options)], RUN.config)
-
-
-def test_where_keeps_some_rows_the_same_way_streamed_and_recomputed():
-    options = {"contrast": "framing == 'warm' vs framing == 'cold'", "where": "trunk_seed == 1", "draws": 50,
-               "permutations": 0}  # fmt: skip
-    made = aggregates.build([AggregateConfig(name="directions", options=options)], RUN.config)[0]
-    state = made.zero()
-    for result in RESULTS:
-        made.add(state, result)
-    streamed, recomputed = made.finish(state), made.fit(RUN)
-    assert streamed["directions"][0]["num_pos"] == recomputed["directions"][0]["num_pos"] == 12
-    for name, direction in streamed["tensors"].items():
-        assert np.abs(direction - recomputed["tensors"][name]).max() < 1e-12
-    assert recomputed["directions"][0]["evaluation"]["excluded"] == 24

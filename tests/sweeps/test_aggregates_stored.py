@@ -1,8 +1,14 @@
 """Aggregates over a real run folder: streamed sums, stored vectors, the files, the page."""
 
+import functools
+from dataclasses import replace
+
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from pyarrow import csv
 
 import sweeps
 from interlens.interp.activation_cache import ActivationRecord
@@ -10,9 +16,11 @@ from interlens.message import Message
 from sweeps import aggregates, folder
 from sweeps.aggregates import CellResult
 from sweeps.aggregates.directions import read_directions
+from sweeps.aggregates.probe_eval import leaks
 from sweeps.aggregates.results import read_results
+from sweeps.aggregates.shards import Shard, recompute, shard_state
 from sweeps.analyzers import enthusiasm_rate
-from sweeps.config import ConfigError
+from sweeps.config import AggregateConfig, ConfigError
 from sweeps.inputs import hashes
 from sweeps.plan import expand
 from sweeps.report import write_report
@@ -31,6 +39,10 @@ def cell_records(cell, rng):
         vector = torch.tensor(rng.standard_normal((1, 8)) + sign * layer * AXIS, dtype=torch.float32)
         made.append(ActivationRecord("bob", 3, layer, "residual", vector, (0, 1), {"answer": (0, 1)}, pool="mean",
                                      num_pooled=4, tokens=(1, 2, 3, 4), positions=(7, 8, 9, 10)))  # fmt: skip
+    rows = torch.tensor(rng.standard_normal((4, 8)) + sign * AXIS, dtype=torch.bfloat16)
+    rows[3] *= 20.0 if rng.random() < 0.3 else 1.0
+    made.append(ActivationRecord("bob", 3, 1, "residual", rows, (0, 4), {"answer": (0, 4)}, tokens=(1, 2, 3, 4),
+                                 positions=(7, 8, 9, 10)))  # fmt: skip
     return made
 
 
@@ -41,10 +53,25 @@ def run(tmp_path_factory):
         aggregate={
             "directions": {"contrast": CONTRAST, "permutations": 5, "draws": 200},
             "outcomes": {"draws": 200},
+            "moments": {"by": "framing", "covariance": True},
+            "tokens": {"kind": "moments", "pool": None, "max_norm": 30.0},
+            "tokenwise": {"kind": "difference_of_means", "contrast": CONTRAST, "pool": None},
+            "some": {
+                "kind": "difference_of_means",
+                "contrast": CONTRAST,
+                "where": "trunk_seed == 1 and message_idx > 2",
+            },
+            "logprob_summary": {},
+            "lda": {"contrast": CONTRAST, "permutations": 2, "draws": 50},
+            "logistic": {"contrast": CONTRAST, "permutations": 2, "draws": 50},
+            "probe_eval": {"contrast": CONTRAST, "permutations": 2, "draws": 50, "transfer": "trunk_seed"},
+            "similarity": {"of": ["directions", "lda"]},
         },
+        scenario={**talk.SCENARIO, "logprobs": True},
     )
     folder.enter(config, config.run.dir)
     rng = np.random.default_rng(0)
+    memory = []
     for unit in expand(config):
         writer = UnitWriter(config.run.dir, unit, {"alice": "tiny", "bob": "tiny"})
         sums = aggregates.sums(aggregates.build(config.aggregate))
@@ -56,15 +83,18 @@ def run(tmp_path_factory):
             records, text = cell_records(cell, rng), TEXTS[cell.condition["framing"]]
             messages = [Message("moderator", "framing"), talk.said("bob", text, n)]
             outcomes = {"enthusiasm.bob": enthusiasm_rate(text) + n % 2, "mood": "good"}
+            result = CellResult(cell=cell, item_row=unit.items[cell.item], messages=[*said, *messages], records=records,
+                                outcomes=outcomes, num_trunk_messages=2)  # fmt: skip
+            memory.append(result)
             for made in sums:
-                made.add(states[made.name], CellResult(cell=cell, item_row=unit.items[cell.item], messages=messages,
-                                                       records=records, outcomes=outcomes))  # fmt: skip
+                made.add(states[made.name], result)
             writer.add_cell(cell, messages, records, outcomes, start=2)
         for made in sums:
             writer.add_sums(made.name, states[made.name])
         assert writer.commit() == "won"
     opened = sweeps.open(config.run.dir)
     aggregates.finalize(opened)
+    opened.memory = memory
     return opened
 
 
@@ -73,19 +103,106 @@ def trunk_record():
     return ActivationRecord("bob", 1, 1, "residual", torch.full((1, 8), 99.0), (0, 1), {"answer": (0, 1)}, pool="mean")
 
 
-def test_streamed_sums_equal_what_is_recomputed_from_the_stored_vectors(run):
-    entry = run.config.aggregate[0]
-    made = aggregates.build([entry], run.config)[0]
-    states = list(run.sums("directions"))
+SUMS = ["directions", "outcomes", "moments", "tokens", "tokenwise", "some", "logprob_summary"]
+
+
+def assert_equal(a, b):
+    assert a.keys() == b.keys() and a
+    for key, value in a.items():
+        assert np.abs(value - b[key]).max() <= 1e-12 * max(np.abs(value).max(), 1.0), key
+
+
+def named(run, name):
+    entry = next(entry for entry in run.config.aggregate if entry.name == name)
+    return aggregates.build([entry], run.config)[0]
+
+
+def in_memory(run, made):
+    state = made.zero()
+    for result in run.memory:
+        made.add(state, result)
+    return state
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_streamed_recomputed_and_in_memory_agree(run, name):
+    made = named(run, name)
+    states = [dict(state) for state in run.sums(name)]
     assert len(states) == 3
-    total = made.zero()
-    for state in states:
-        total = made.merge(total, dict(state))
-    streamed, recomputed = made.finish(total), made.fit(run)
-    for a, b in zip(streamed["directions"], recomputed["directions"], strict=True):
-        assert a["key"] == b["key"] and (a["num_pos"], a["num_neg"]) == (b["num_pos"], b["num_neg"]) == (12, 12)
-        assert a["norm"] == pytest.approx(b["norm"], rel=1e-12)
-        assert np.abs(streamed["tensors"][a["tensor"]] - recomputed["tensors"][a["tensor"]]).max() < 1e-12
+    streamed = functools.reduce(made.merge, states, made.zero())
+    assert_equal(streamed, in_memory(run, made))
+    assert_equal(streamed, recompute(run, made))
+    for commit, state in zip(run.commits(), states, strict=True):
+        assert_equal(state, shard_state(run, commit, made))
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_cells_read_back_add_up_to_the_same(run, name):
+    """What an aggregate without a fast path would be given."""
+    made, state = named(run, name), {}
+    for commit in run.commits():
+        for result in Shard(run, commit).results():
+            made.add(state, result)
+    assert_equal(state, in_memory(run, made))
+
+
+def test_tokens_count_once_each_and_sinks_are_left_out_and_counted(run):
+    results = read_results(run.root)
+    entry = results["tokens"]["moments"][0]
+    assert entry["count"] + entry["removed"] == 24 * 4 and entry["removed"] > 0 and entry["removed_mean_norm"] > 30
+    token = results["tokenwise"]["directions"][0]
+    assert (token["num_pos"], token["num_neg"], token["pool"]) == (48, 48, None)
+    assert token["evaluation"] is None and "tokens" in token["why"]
+
+
+def test_where_keeps_some_rows(run):
+    found = read_results(run.root)["some"]["directions"][0]
+    assert (found["num_pos"], found["num_neg"], found["num_neither"]) == (6, 6, 0)
+    assert found["evaluation"]["excluded"] == 12
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_labels_join_by_cell_and_message(run, tmp_path, suffix):
+    path = str(tmp_path / f"labels.{suffix}")
+    kept = run.memory[:-4]
+    table = pa.table({"cell": [r.cell.id for r in kept], "message_idx": [3] * len(kept),
+                      "good": [int(r.cell.condition["framing"] == "warm") for r in kept]})  # fmt: skip
+    csv.write_csv(table, path) if suffix == "csv" else pq.write_table(table, path)
+    options = {"contrast": "label.good == 1 vs label.good == 0", "labels": path, "draws": 50, "permutations": 0,
+               "kind": "difference_of_means"}  # fmt: skip
+    found = aggregates.finalize(run, [AggregateConfig(name="labelled", options=options)])["labelled"]["directions"][0]
+    assert found["num_pos"] + found["num_neg"] == 20 and found["num_neither"] == 4
+    assert found["evaluation"]["num_pos"] == found["num_pos"]
+    (run.root / "aggregates/labelled.json").unlink()
+    (run.root / "aggregates/labelled.safetensors").unlink()
+
+
+def test_probes_find_the_planted_direction_and_agree_with_each_other(run):
+    results = read_results(run.root)
+    for name in ("lda", "logistic"):
+        found, _ = read_directions(run.root / f"aggregates/{name}.safetensors")
+        assert found["residual.3"] @ AXIS > 0.8
+        layer_3 = results[name]["directions"][1]
+        assert layer_3["evaluation"]["auroc"]["value"] > 0.9 and layer_3["num_pos"] == 12
+    evaluated = results["probe_eval"]
+    assert [p["method"] for p in evaluated["probes"]] == ["difference_of_means", "lda", "logistic"]
+    assert all(p["evaluation"]["auroc"]["value"] > 0.8 for p in evaluated["probes"])
+    assert all(set(p["evaluation"]["layers"]) <= {1, 3} for p in evaluated["probes"])
+    crossed = {(t["fitted_on"], t["tested_on"]) for t in evaluated["transfer"]}
+    assert crossed == {(0, 0), (0, 1), (1, 0), (1, 1)} and evaluated["warnings"] == []
+    similar = results["similarity"]["maps"][0]
+    assert similar["names"][0] == "directions: residual.1" and len(similar["names"]) == 4
+    assert similar["values"][1][3] > 0.8 and similar["random_mean_abs"] == pytest.approx(0.28, abs=0.01)
+
+
+def test_leaks_are_warned_of(run):
+    data = next(named(run, "directions").places(run))
+    assert leaks(data, "item") == []
+    by_cell = replace(data, groups=data.table.column("cell").to_pylist())
+    assert leaks(by_cell, "cell")[0].startswith("siblings leak")
+    assert "one label only" in leaks(by_cell, "cell")[-1]
+    copied = replace(data, x=np.ones_like(data.x))
+    assert leaks(copied, "item") == ["copies leak: 1 vectors are exactly equal across groups of item"]
 
 
 def test_the_planted_direction_is_in_the_file_and_a_next_run_can_name_it(run):

@@ -1,0 +1,130 @@
+"""What one unit has committed, as aggregates read it: in memory that does not grow with the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from .. import rows, tensors
+from . import CellResult, State, Sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..store import Commit
+
+INDEX = ["cell", "trunk", "participant", "message_idx", "layer", "site", "pool", "file", "key", "row_start", "row_end"]
+
+
+class Shard:
+    """The committed tables and tensors of one unit, with the cells of the plan they belong to.
+
+    It answers what `columns` asks of a run, for these cells only.
+    """
+
+    def __init__(self, run: Any, commit: Commit):
+        self.run, self.commit, self.config = run, commit, run.config
+
+    @cached_property
+    def unit(self) -> Any:
+        return self.run.plan.unit(self.commit.unit.split(".")[0])
+
+    @cached_property
+    def cells(self) -> dict[str, Any]:
+        """Cell id -> cell, of the cells this commit holds."""
+        held = set(self.commit.cells)
+        return {cell.id: cell for cell in self.unit.cells if cell.id in held}
+
+    @property
+    def item_rows(self) -> dict[str, Any]:
+        return dict(self.unit.items)
+
+    def table(self, name: str, columns: Sequence[str] | None = None, filter: Any = None) -> pa.Table:
+        """One of the tables (messages, records, outcomes), this unit's rows."""
+        files = [str(self.run.root / f["path"]) for f in self.commit.files if f["table"] == name]
+        return self.run.dataset(name, files).to_table(columns=columns, filter=filter)
+
+    def outcomes(self) -> pa.Table:
+        """Cell and one column per analyzer value."""
+        table = self.table("outcomes")
+        pairs = zip(table.column("numbers").to_pylist(), table.column("texts").to_pylist(), strict=True)
+        found = [dict(numbers or ()) | dict(texts or ()) for numbers, texts in pairs]
+        names = dict.fromkeys(name for row in found for name in row)
+        values = {name: pa.array([row.get(name) for row in found]) for name in names}
+        return pa.table({"cell": table.column("cell"), **values})
+
+    def index(self, filter: Any = None) -> pa.Table:
+        """The records of cells (a trunk's own left out), with each cell's item, seeds and axes."""
+        wanted = pc.field("cell").is_valid() if filter is None else pc.field("cell").is_valid() & filter
+        table = self.table("records", columns=INDEX, filter=wanted)
+        encoded = table.column("cell").combine_chunks().dictionary_encode()
+        if isinstance(encoded, pa.ChunkedArray):
+            encoded = encoded.combine_chunks()
+        cells = [self.cells[name] for name in encoded.dictionary.to_pylist()]
+        known: dict[str, list] = {
+            "item": [cell.item for cell in cells],
+            "trunk_seed": [cell.trunk_seed for cell in cells],
+            "branch_seed": [cell.branch_seed for cell in cells],
+        }
+        known.update({a.path: [cell.condition.get(a.path) for cell in cells] for a in self.config.grid})
+        for name, values in known.items():
+            table = table.append_column(name, pa.array(values).take(encoded.indices))
+        return table
+
+    def tensor(self, file: str, key: str) -> Tensor:
+        """A whole stored tensor [rows, D], memory-mapped."""
+        mapped = _mapped(str(self.run.root / file))
+        return mapped.rows(key, 0, mapped.entries[key].shape[0])
+
+    def results(self, records: bool = True) -> Iterator[CellResult]:
+        """Every held cell as the replica handed it to the sums: its own messages, outcomes and, if asked, records."""
+        messages: dict[str, list] = {}
+        for row in self.table("messages", filter=pc.field("cell").is_valid()).to_pylist():
+            messages.setdefault(row["cell"], []).append(row)
+        outcomes = {row.pop("cell"): row for row in self.outcomes().to_pylist()}
+        for cell in self.cells.values():
+            own = sorted(messages.get(cell.id, []), key=lambda row: row["message_idx"])
+            start = own[0]["message_idx"] if own else 0
+            before = self.run.trunk(cell.trunk) if start else []
+            yield CellResult(
+                cell=cell,
+                item_row=self.unit.items[cell.item],
+                messages=[*before, *map(rows.message, own)],
+                records=self.run.query(cell=cell.id) if records else [],
+                outcomes={name: value for name, value in outcomes.get(cell.id, {}).items() if value is not None},
+                num_trunk_messages=start,
+            )
+
+
+@lru_cache(maxsize=8)
+def _mapped(path: str) -> tensors.MappedFile:
+    return tensors.MappedFile(path)
+
+
+def shard_state(run: Any, commit: Commit, aggregate: Sum) -> State:
+    """A sum's state over one unit's stored data: what the replica streamed, to rounding."""
+    shard, state = Shard(run, commit), aggregate.zero()
+    if hasattr(aggregate, "add_shard"):
+        aggregate.add_shard(state, shard)
+        return state
+    for result in shard.results(records=getattr(aggregate, "reads_records", True)):
+        aggregate.add(state, result)
+    return state
+
+
+def recompute(run: Any, aggregate: Sum) -> State:
+    """A sum's state over all committed data, unit by unit, in order of unit id."""
+    state = aggregate.zero()
+    for commit in run.commits():
+        state = aggregate.merge(state, shard_state(run, commit, aggregate))
+    return state
+
+
+def by_key(values: dict[str, Any]) -> str:
+    """Some columns' values as one stable text."""
+    return json.dumps(values, sort_keys=True, default=str)
