@@ -8,7 +8,7 @@ import pyarrow as pa
 import torch
 
 from interlens.interp.activation_cache import ActivationRecord
-from sweeps.aggregates import CellResult
+from sweeps.aggregates import CellResult, build
 from sweeps.config import AxisConfig, InterventionConfig, ParticipantConfig, ScenarioConfig, SweepConfig
 from sweeps.plan import Cell
 from sweeps.tables import FAILURES, MESSAGES
@@ -128,7 +128,13 @@ class StoredRun:
         return tensors, pa.Table.from_pylist(rows)
 
     def sums(self, name):
-        return iter(self.states.get(name, []))
+        if name in self.states or not self.results:
+            return iter(self.states.get(name, []))
+        made = build([entry for entry in self.aggregate if entry.name == name])[0]
+        state = made.zero()
+        for result in self.results:
+            made.add(state, result)
+        return iter([state])
 
 
 def steer(direction, layers=(16,)):

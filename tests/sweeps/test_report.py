@@ -65,7 +65,7 @@ def finished(tmp_path, **changes):
         ),
         AggregateConfig(name="outcomes", options={"draws": 100}),
     )
-    finalize(run, run.aggregate)
+    finalize(run)
     return run
 
 
@@ -121,7 +121,7 @@ def test_findings_say_where_a_projection_moves_by_construction(tmp_path):
     made, _ = results(axis="intervention.coef", labels=(0, 8), dose=True, layers=(16, 20))
     run = StoredRun(made, axis="intervention.coef", labels=(0, 8), root=tmp_path, interventions=(steer("random:1"),))
     run.aggregate = (AggregateConfig(name="outcomes", options={"draws": 50}),)
-    finalize(run, run.aggregate)
+    finalize(run)
     told = [line for line in findings(run) if "projection" in line]
     assert ["by construction" in line for line in told] == [True, False]
     assert "by construction" in write_report(run).read_text(encoding="utf-8")
@@ -149,7 +149,7 @@ def test_unevaluated_directions_say_why(tmp_path):
     run.aggregate = (
         AggregateConfig(name="directions", options={"contrast": "framing == 'warm' vs framing == 'cold'"}),
     )
-    finalize(run, run.aggregate)
+    finalize(run)
     assert any("at least 2 groups" in line for line in findings(run))
     assert "at least 2 groups" in write_report(run).read_text(encoding="utf-8")
 
@@ -193,6 +193,6 @@ def test_the_page_of_many_levels_uses_every_aggregate(tmp_path):
     run = StoredRun(made, labels=("warm", "plain", "cold"), root=tmp_path)
     run.aggregate = (AggregateConfig(name="outcomes", options={"draws": 50, "baseline": "plain"}),)
     assert build(run.aggregate)[0].name == "outcomes"
-    finalize(run, run.aggregate)
+    finalize(run)
     page = write_report(run).read_text(encoding="utf-8")
     assert "change from plain, paired" in page and page.count("<svg") == 1
