@@ -199,7 +199,9 @@ def continuous_batching(bench: Bench) -> dict:
         assert [done[str(i)] for i in range(len(lengths))] == lengths
         return time.perf_counter() - start
 
-    for tuning in ({}, {"max_batch_tokens": 512}, {"max_batch_tokens": 2048, "num_blocks": 512}):
+    for tokens in (64, 256, 1024):
+        tuning = {"max_batch_tokens": tokens, "page_size": 32, "num_blocks": 256}
+        tuning |= {"use_cuda_graph": False, "use_async_batching": False}
         try:
             best[json.dumps(tuning)] = theirs(**tuning)
         except (TypeError, ValueError) as error:
