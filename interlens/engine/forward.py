@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..adapters import attached, per_row
+from ..errors import UnsupportedIntervention
 from .slabs import Slabs, Window
 
 
@@ -76,6 +77,19 @@ class Forward:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         size = 2 * config.num_hidden_layers * heads * width * torch.empty(0, dtype=self.dtype).element_size()
         return max(4096, free // 2 // size)
+
+    def check_model(self) -> None:
+        """UnsupportedIntervention if the model is in a state in which rows could not be told apart."""
+        if self.model.training:
+            raise UnsupportedIntervention(
+                "the model is in training mode, where dropout changes logits; call model.eval()"
+            )
+        backend = getattr(self.config, "_attn_implementation", None)
+        if self.forkable and backend not in (None, "sdpa", "eager"):
+            raise UnsupportedIntervention(
+                f"attention backend {backend!r} takes no masks by position; possible: sdpa, eager. "
+                "Load the model with attention='sdpa'"
+            )
 
     def check_adapter(self, adapter: str | None) -> None:
         """ValueError if a request cannot run under this adapter."""

@@ -30,6 +30,7 @@ def resolve(forward: Forward, ticket: Ticket) -> Row:
     limit = forward.context_limit
     if len(sequence) > limit:
         raise ValueError(f"{len(sequence)} tokens do not fit the model's {limit} positions; shorten the context")
+    forward.check_model()
     forward.check_adapter(request.adapter)
     edits = [_edit(forward.model, sequence, spec) for spec in request.interventions]
     intervened = any(edit is not None for edit in edits)
