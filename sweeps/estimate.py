@@ -13,12 +13,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from interlens.interp.select import Select
 
 from . import items, shapes
 from .config import CaptureConfig, SweepConfig
 from .grid import conditions
+from .places import Remote, place
 from .selection import parse_tokens
 
 UNIT_BYTES = 512_000_000
@@ -308,13 +310,15 @@ def extrapolate(config: SweepConfig, measured: Measured) -> str:
     )
 
 
-def missing_bytes(config: SweepConfig, root: str | Path) -> int:
+def missing_bytes(config: SweepConfig, root: Any) -> int:
     """Bytes by which what is still to be written exceeds the free space, less a reserve; 0 where it fits."""
+    if isinstance(place(root), Remote):
+        return 0
     there = sum(f.stat().st_size for f in Path(root).rglob("*") if f.is_file()) if Path(root).is_dir() else 0
     return max(0, size(config).bytes - there - max(0, free_bytes(root) - RESERVE_BYTES))
 
 
-def free_bytes(root: str | Path) -> int:
+def free_bytes(root: Any) -> int:
     """Free space of the disk on which a folder lies or will lie."""
     path = Path(root).absolute()
     while not path.exists():

@@ -7,7 +7,6 @@ whoever holds the folder. `run.json` is written last, so that a folder without i
 from __future__ import annotations
 
 import platform
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from interlens.errors import InterlensError
 
 from . import estimate, inputs, planfile, store, tables
 from .config import SweepConfig
+from .places import Remote, place
 from .plan import Branches, expand, pack, trunks
 
 MATTERS = ("torch", "transformers")
@@ -42,19 +42,24 @@ class Entered:
     new_cells: int
 
 
-def enter(config: SweepConfig, root: str | Path) -> Entered:
+def enter(config: SweepConfig, root: store.Root) -> Entered:
     """Start the run folder `root` for this configuration, or continue it.
 
     Raises RunRefused, naming the difference, where the plan there has cells that this configuration does not, or the
     folder is no run folder. Streams the plan; writes `run.json` last.
     """
-    root = Path(root)
+    root = place(root)
     if (root / "run.json").is_file():
         return _continue(config, root)
     _check_empty(root)
     _check_space(config, root)
+    try:
+        store.check_links(root)
+    except OSError as error:
+        raise RunRefused(f"no hard links on the disk of {str(root)!r} ({error}); name a run.dir on another") from None
     for leftover in ("plan", "inputs"):
-        shutil.rmtree(root / leftover, ignore_errors=True)
+        for path in list((root / leftover).rglob("*")):
+            path.unlink(missing_ok=True)
     (root / "config-0.yaml").unlink(missing_ok=True)
     inputs.copy_into(config, root)
     store.write_new(root, "config-0.yaml", store.dump_yaml(config.to_dict()))
@@ -63,7 +68,7 @@ def enter(config: SweepConfig, root: str | Path) -> Entered:
     return Entered(state="new", num_cells=count, new_cells=count)
 
 
-def _check_space(config: SweepConfig, root: Path) -> None:
+def _check_space(config: SweepConfig, root: Path | Remote) -> None:
     missing = estimate.missing_bytes(config, root)
     if missing and not config.run.force:
         raise RunRefused(
@@ -76,7 +81,7 @@ def _check_space(config: SweepConfig, root: Path) -> None:
 OURS = {"plan", "inputs", "config-0.yaml", "_tmp", "_lease", "events.jsonl", "progress.json"}
 
 
-def _check_empty(root: Path) -> None:
+def _check_empty(root: Path | Remote) -> None:
     foreign = sorted(p.name for p in root.iterdir() if p.name not in OURS) if root.is_dir() else []
     if root.exists() and not root.is_dir():
         raise RunRefused(f"run.dir {str(root)!r} is a file; name a folder")
@@ -86,7 +91,7 @@ def _check_empty(root: Path) -> None:
         )
 
 
-def _continue(config: SweepConfig, root: Path) -> Entered:
+def _continue(config: SweepConfig, root: Path | Remote) -> Entered:
     version = store.read_json(root, "run.json").get("schema_version")
     if version != tables.SCHEMA_VERSION:
         raise RunRefused(
@@ -113,7 +118,9 @@ def _continue(config: SweepConfig, root: Path) -> Entered:
     return Entered(state="extended" if new else "same", num_cells=len(known) + new, new_cells=new)
 
 
-def _extend(config: SweepConfig, root: Path, plan: planfile.PlanFile, known: np.ndarray, held: set[str]) -> None:
+def _extend(
+    config: SweepConfig, root: Path | Remote, plan: planfile.PlanFile, known: np.ndarray, held: set[str]
+) -> None:
     part = len(plan.parts)
     for leftover in (f"config-{part}.yaml", f"inputs/items-{part}.jsonl"):
         (root / leftover).unlink(missing_ok=True)
@@ -135,7 +142,7 @@ def _only_new(config: SweepConfig, known: np.ndarray) -> Iterator[Branches]:
             yield Branches(trunk=entry.trunk, row=entry.row, cells=cells)
 
 
-def _difference(config: SweepConfig, root: Path, plan: planfile.PlanFile, dropped: int, new: int) -> str:
+def _difference(config: SweepConfig, root: Path | Remote, plan: planfile.PlanFile, dropped: int, new: int) -> str:
     before = store.read_yaml(root, f"config-{len(plan.parts) - 1}.yaml")
     changes = [
         f"{path}: {_short(old)} -> {_short(given)}"
@@ -177,7 +184,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def changed_versions(root: str | Path) -> list[str]:
+def changed_versions(root: store.Root) -> list[str]:
     """Packages that matter whose version (major.minor) is not the one the run began with, as `name: old -> new`."""
     then, now = store.read_json(root, "run.json")["versions"], versions()
     return [f"{p}: {then.get(p)} -> {now[p]}" for p in MATTERS if _minor(then.get(p)) != _minor(now[p])]
@@ -187,7 +194,7 @@ def _minor(version: str | None) -> list[str]:
     return str(version).split("+")[0].split(".")[:2]
 
 
-def record_models(root: str | Path, models: Mapping[str, Mapping[str, Any]]) -> None:
+def record_models(root: store.Root, models: Mapping[str, Mapping[str, Any]]) -> None:
     """Keep what is known of each loaded model (`weights`, `template`, ... hashes) in `run.json`.
 
     Raises RunRefused where a model of that name was recorded with other hashes: its text could not continue the run's.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from . import store
 from .folder import RunRefused
 from .lease import Held, Lease
+from .places import Remote
 from .run import Run
 from .store import Commit
 
@@ -34,14 +34,14 @@ def foreign(run: Run) -> Iterator[str]:
     return (path for path in _data_files(run.root) if not _SHARD.fullmatch(path.rpartition("/")[2]))
 
 
-def _data_files(root: Path) -> Iterator[str]:
+def _data_files(root: Path | Remote) -> Iterator[str]:
     for table in TABLES:
-        for folder, _, names in os.walk(root / table):
-            for name in sorted(names):
-                yield str(Path(folder, name).relative_to(root))
+        for path in sorted((root / table).rglob("*")):
+            if isinstance(path, Remote) or path.is_file():
+                yield str(path.relative_to(root))
 
 
-def collect(root: str | Path, *, dry_run: bool = False, leased: bool = False) -> list[str]:
+def collect(root: store.Root, *, dry_run: bool = False, leased: bool = False) -> list[str]:
     """Delete what `uncommitted` lists, and return it. Takes the folder's lease unless the caller holds it (`leased`).
 
     RunRefused where another driver holds it.

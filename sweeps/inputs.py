@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import ConfigError, SweepConfig
 from .grid import applied, full_path
+from .places import Remote, place
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,9 +29,9 @@ class Direction:
     seed: int = 0
 
     @property
-    def file(self) -> Path:
+    def file(self) -> Path | Remote:
         """The file that holds it: of a run, what its aggregate wrote."""
-        path = Path(self.path).expanduser()
+        path = _place(self.path)
         return path / "aggregates" / "directions.safetensors" if self.kind == "run" else path
 
 
@@ -55,7 +56,7 @@ def directions(config: SweepConfig) -> list[str]:
     return [d for d in dict.fromkeys(found) if d]
 
 
-def hashes(config: SweepConfig, root: str | Path | None = None) -> dict[str, str]:
+def hashes(config: SweepConfig, root: Any | None = None) -> dict[str, str]:
     """Source as written -> hash of its tensor. A source that is gone keeps the hash and copy that `root` has of it."""
     found = {}
     for text in directions(config):
@@ -71,7 +72,7 @@ def content_hash(tensor: Tensor) -> str:
     return hashlib.blake2b(repr(values.shape).encode() + values.tobytes(), digest_size=10).hexdigest()
 
 
-def copy_into(config: SweepConfig, root: str | Path) -> None:
+def copy_into(config: SweepConfig, root: Any) -> None:
     """Copy every input to `inputs/<hash>.safetensors` of the run folder, unless it is there."""
     from safetensors.torch import save
 
@@ -79,30 +80,36 @@ def copy_into(config: SweepConfig, root: str | Path) -> None:
 
     for text, digest in config.inputs.items():
         name = f"inputs/{digest}.safetensors"
-        if not (Path(root) / name).exists():
+        if not (place(root) / name).exists():
             tensor = _read(parse_direction(text), text).float().contiguous()
             store.write_new(root, name, save({"direction": tensor}, metadata={"source": text}))
 
 
-def load_direction(config: SweepConfig, text: str, width: int, root: str | Path) -> Tensor:
+def load_direction(config: SweepConfig, text: str, width: int, root: Any) -> Tensor:
     """The direction [width] float32 that `text` names, from the run folder's copy; ValueError for another width."""
     import torch
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
     source = parse_direction(text)
     if source.kind == "random":
         draw = torch.randn(width, generator=torch.Generator().manual_seed(source.seed), dtype=torch.float64)
         return (draw / draw.norm()).float()
-    tensor = load_file(Path(root) / f"inputs/{config.inputs[text]}.safetensors")["direction"]
+    tensor = load((place(root) / f"inputs/{config.inputs[text]}.safetensors").read_bytes())["direction"]
     if tensor.numel() != width:
         raise ValueError(f"direction {text!r} has {tensor.numel()} values, the model's site has {width}")
     return tensor
 
 
-def _read(source: Direction, text: str) -> Any:
-    from safetensors import SafetensorError, safe_open
+def _place(path: str) -> Path | Remote:
+    found = place(path)
+    return found.expanduser() if isinstance(found, Path) else found
 
-    if source.kind == "run" and not Path(source.path).expanduser().is_dir():
+
+def _read(source: Direction, text: str) -> Any:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    if source.kind == "run" and not _place(source.path).is_dir():
         raise ConfigError(f"direction {text!r}: no run folder {source.path!r}; run that sweep first, or name another")
     if not source.file.is_file():
         raise ConfigError(
@@ -110,11 +117,10 @@ def _read(source: Direction, text: str) -> Any:
         )
     wanted = [f"{source.site}.{source.layer}", str(source.layer), "direction"]
     try:
-        with safe_open(source.file, "pt") as file:
-            known = list(file.keys())
-            for name in wanted if source.kind == "file" else wanted[:1]:
-                if name in known:
-                    return file.get_tensor(name).reshape(-1)
+        known = load(source.file.read_bytes())
+        for name in wanted if source.kind == "file" else wanted[:1]:
+            if name in known:
+                return known[name].reshape(-1)
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"direction {text!r}: cannot read {str(source.file)!r}: {error}") from None
     raise ConfigError(

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from . import store, tables
 from .config import AxisConfig, ConfigError
+from .places import Remote, arrow, place
 from .plan import Cell, Trunk, Unit
 
 ROWS = 65_536
@@ -38,7 +39,7 @@ def _axis_type(axis: AxisConfig) -> pa.DataType:
     return pa.float64() if numbers else pa.string()
 
 
-def write(root: str | Path, part: int, axes: Sequence[AxisConfig], units: Iterable[Unit]) -> int:
+def write(root: store.Root, part: int, axes: Sequence[AxisConfig], units: Iterable[Unit]) -> int:
     """Write `plan/part-<part>.parquet` and the items of its units; the number of cells. Streamed."""
     columns, kinds = schema(axes), {axis.path: _axis_type(axis) for axis in axes}
     count, written = 0, set()
@@ -101,8 +102,8 @@ class UnitInfo:
 class PlanFile:
     """Reads a run folder's plan, unit by unit, without holding the cells."""
 
-    def __init__(self, root: str | Path):
-        self.root = Path(root)
+    def __init__(self, root: store.Root):
+        self.root = place(root)
         self.parts = sorted((self.root / "plan").glob("part-*.parquet"), key=lambda p: int(p.stem.split("-")[1]))
         if not self.parts:
             raise ConfigError(f"{str(root)!r} holds no plan; is it a run folder?")
@@ -111,8 +112,10 @@ class PlanFile:
         """Every row that is a cell, all parts as one table; an axis that a part did not have is null there."""
         found = []
         for path in self.parts:
-            names = pq.read_schema(path).names
-            table = pq.read_table(path, columns=None if columns is None else [c for c in columns if c in names])
+            where, fs = arrow(path)
+            names = pq.read_schema(where, filesystem=fs).names
+            wanted = None if columns is None else [c for c in columns if c in names]
+            table = pq.read_table(where, columns=wanted, filesystem=fs)
             found.append(table.filter(pa.compute.is_valid(table["cell"])) if "cell" in table.column_names else table)
         return pa.concat_tables(found, promote_options="permissive")
 
@@ -176,7 +179,9 @@ class PlanFile:
         """Per part: unit names in order, and where each starts (one more at the end)."""
         found = []
         for path in self.parts:
-            units = pq.read_table(path, columns=["unit"])["unit"].combine_chunks().dictionary_encode()
+            where, fs = arrow(path)
+            column = pq.read_table(where, columns=["unit"], filesystem=fs)["unit"]
+            units = column.combine_chunks().dictionary_encode()
             if isinstance(units, pa.ChunkedArray):
                 units = units.combine_chunks()
             codes = units.indices.to_numpy()
@@ -201,7 +206,8 @@ class PlanFile:
         )
 
     def _columns(self, part: int) -> dict[str, np.ndarray]:
-        table = pq.read_table(self.parts[part], columns=["cell", "trunk", "cast", "owned"])
+        where, fs = arrow(self.parts[part])
+        table = pq.read_table(where, columns=["cell", "trunk", "cast", "owned"], filesystem=fs)
         shared = np.full(table.num_rows, self._has_trunks(part))
         return {
             "trunk": table["trunk"].to_numpy(), "cast": table["cast"].to_numpy(), "shared": shared,
@@ -214,7 +220,7 @@ class PlanFile:
         return table.slice(first - groups[0] * ROWS, last - first)
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 (one plan per run)
-    def _items(self, part: int) -> tuple[Path, dict[str, int]]:
+    def _items(self, part: int) -> tuple[Path | Remote, dict[str, int]]:
         file, offsets, at = self.root / f"inputs/items-{part}.jsonl", {}, 0
         with file.open("rb") as rows:
             for line in rows:
@@ -224,4 +230,5 @@ class PlanFile:
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 (one plan per run)
     def _group(self, part: int, group: int) -> pa.Table:
-        return pq.ParquetFile(self.parts[part]).read_row_group(group)
+        where, fs = arrow(self.parts[part])
+        return pq.ParquetFile(where, filesystem=fs).read_row_group(group)

@@ -18,6 +18,7 @@ import pyarrow.dataset as ds
 
 from . import rows, store, tables, tensors
 from .config import ConfigError, SweepConfig, did_you_mean
+from .places import Remote, arrow, place
 from .planfile import PlanFile
 from .store import Commit
 
@@ -36,7 +37,7 @@ TABLES = {
 FILTERS = ("cell", "trunk", "participant", "message_idx", "layer", "site", "model", "pool", "source")
 
 
-def open(path: str | Path) -> Run:
+def open(path: str | Path | Remote) -> Run:
     """A run folder. ConfigError where there is none or its schema is unknown."""
     return Run(path)
 
@@ -44,8 +45,8 @@ def open(path: str | Path) -> Run:
 class Run:
     """One run folder, as far as it is committed when it is first read; `refresh` looks again."""
 
-    def __init__(self, path: str | Path):
-        self.root = Path(path)
+    def __init__(self, path: str | Path | Remote):
+        self.root = place(path)
         if not (self.root / "run.json").is_file():
             raise ConfigError(f"{str(path)!r} is no run folder: it has no run.json")
         self.about: dict[str, Any] = store.read_json(self.root, "run.json")
@@ -107,7 +108,12 @@ class Run:
 
     def files(self, table: str) -> list[str]:
         """Absolute paths of the committed files of messages, records, activations, stats, outcomes or failures."""
-        return [str(self.root / f["path"]) for c in self._commits for f in c.files if f["table"] == table]
+        return [self._full(f["path"]) for c in self._commits for f in c.files if f["table"] == table]
+
+    def _full(self, path: str) -> str:
+        if ".." in path.split("/") or path.startswith("/"):
+            raise store.Damaged(f"a commit in {str(self.root)!r} names {path!r}, outside the run folder")
+        return str(self.root / path)
 
     def dataset(self, name: str, files: Sequence[str] | None = None) -> ds.Dataset:
         """A committed table as an Arrow dataset with its own schema (records: model and site from the folder names)."""
@@ -117,9 +123,10 @@ class Run:
         if name == "records":
             schema = pa.schema([*schema, *tables.RECORD_PARTITIONS])
             partitioning = ds.partitioning(tables.RECORD_PARTITIONS, flavor="hive")
-        found = self.files(name) if files is None else list(files)
-        return ds.dataset(found, schema=schema, format="parquet", partitioning=partitioning,
-                          partition_base_dir=str(self.root))  # fmt: skip
+        found = [arrow(place(file))[0] for file in (self.files(name) if files is None else files)]
+        base, fs = arrow(self.root)
+        return ds.dataset(found, schema=schema, format="parquet", partitioning=partitioning, filesystem=fs,
+                          partition_base_dir=base)  # fmt: skip
 
     def table(self, name: str, columns: Sequence[str] | None = None, filter: Any = None) -> pa.Table:
         """A committed table (messages, records, outcomes, failures) with its schema; `filter`: a pyarrow expression.
@@ -187,7 +194,7 @@ class Run:
         return [rows.message(row) for row in found]
 
     def _message_rows(self, commit: Commit, filter: Any) -> list[dict[str, Any]]:
-        files = [str(self.root / f["path"]) for f in commit.files if f["table"] == "messages"]
+        files = [self._full(f["path"]) for f in commit.files if f["table"] == "messages"]
         found = self.dataset("messages", files).to_table(filter=filter).to_pylist() if files else []
         return sorted(found, key=lambda row: row["message_idx"])
 
@@ -320,20 +327,20 @@ class Run:
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 (maps live as long as somebody uses their tensors)
     def _mapped(self, file: str) -> tensors.MappedFile:
-        return tensors.MappedFile(self.root / file)
+        return tensors.open_file(place(self._full(file)))
 
     # ---- sums
 
     def sums(self, name: str) -> Iterator[Mapping[str, np.ndarray]]:
         """The committed states of a sum, one per unit that has it, in order of unit id."""
         for path in self.files("stats"):
-            mapped = tensors.MappedFile(path)
+            mapped = tensors.open_file(place(path))
             keys = [key for key in mapped.entries if key.startswith(f"{name}/")]
             if keys:
                 yield {key[len(name) + 1 :]: mapped.rows(key, 0, mapped.entries[key].shape[0]).numpy() for key in keys}
 
 
-def read_trunk(root: str | Path, trunk: str, unit: str) -> list[Message]:
+def read_trunk(root: store.Root, trunk: str, unit: str) -> list[Message]:
     """The messages of a trunk from the shard of the unit whose commit holds it, and nothing else read."""
     commit = store.read_commit(root, unit)
     if commit is None or trunk not in commit.trunks:

@@ -1,5 +1,8 @@
-"""Files that are either complete or absent. Every write goes through `_tmp/`, is fsynced, and gets its name by a hard
-link, which fails where the name exists; nothing is ever renamed over anything or rewritten."""
+"""Files that are either complete or absent, and never rewritten.
+
+Locally every write goes through `_tmp/`, is fsynced, and gets its name by a hard link, which fails where the name
+exists (a rename would hide that). On object stores a file appears with its whole content, by a conditional put.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,16 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from interlens.errors import InterlensError
+
+from .places import Remote, place
+
+Root = str | Path | Remote
 
 _COMMIT = re.compile(r"u\d+(\.(\d+|r))*\.json")
 
@@ -22,53 +29,82 @@ class Damaged(InterlensError):
     """A file of a run folder that was written whole is no longer so."""
 
 
-def write_new(root: str | Path, name: str, data: bytes) -> Path:
+def write_new(root: Root, name: str, data: bytes) -> None:
     """Create `root/name` with this content, complete and fsynced. FileExistsError where it exists."""
     with create(root, name) as out:
         out.write(data)
-    return Path(root) / name
 
 
 @contextlib.contextmanager
-def create(root: str | Path, name: str) -> Iterator[IO[bytes]]:
+def create(root: Root, name: str) -> Iterator[IO[bytes]]:
     """A binary file that gets its name `root/name` when the block ends cleanly; FileExistsError where it exists."""
-    root = Path(root)
-    final = root / name
-    (root / "_tmp").mkdir(parents=True, exist_ok=True)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = root / "_tmp" / f"{secrets.token_hex(8)}.part"
-    try:
-        with open(temporary, "xb") as out:
+    final = place(root) / name
+    if isinstance(final, Remote):
+        with _conditional_put(final) as out:
             yield out
-            out.flush()
-            os.fsync(out.fileno())
+        return
+    with _temporary(Path(root), final) as (out, temporary):
+        yield out
+        _sync(out)
         os.link(temporary, final)
         fsync_folder(final.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
-def replace(root: str | Path, name: str, data: bytes) -> None:
+def replace(root: Root, name: str, data: bytes) -> None:
     """Atomically write a derived file that may be rewritten (progress, aggregates, report): never data."""
-    root = Path(root)
-    final = root / name
+    final = place(root) / name
+    if isinstance(final, Remote):
+        final.fs.pipe_file(final.path, data)
+        return
+    with _temporary(Path(root), final) as (out, temporary):
+        out.write(data)
+        _sync(out)
+        os.replace(temporary, final)
+        fsync_folder(final.parent)
+
+
+@contextlib.contextmanager
+def _temporary(root: Path, final: Path) -> Iterator[tuple[IO[bytes], Path]]:
     (root / "_tmp").mkdir(parents=True, exist_ok=True)
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = root / "_tmp" / f"{secrets.token_hex(8)}.part"
     try:
         with open(temporary, "xb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, final)
-        fsync_folder(final.parent)
+            yield out, temporary
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def delete(root: str | Path, name: str) -> None:
+@contextlib.contextmanager
+def _conditional_put(final: Remote) -> Iterator[IO[bytes]]:
+    """The store itself refuses an existing name, when the upload is completed."""
+    out = final.open("xb")
+    try:
+        yield out
+    except BaseException:
+        with contextlib.suppress(Exception):
+            out.discard()
+        out.closed = True
+        raise
+    out.close()
+
+
+def _sync(out: IO[bytes]) -> None:
+    out.flush()
+    os.fsync(out.fileno())
+
+
+def check_links(root: Root) -> None:
+    """OSError where the file system of a local run folder has no hard links: nothing could be committed there."""
+    if isinstance(place(root), Path):
+        name = f"_tmp/{secrets.token_hex(8)}.link"
+        write_new(root, name, b"")
+        delete(root, name)
+
+
+def delete(root: Root, name: str) -> None:
     """Remove a file that no commit names; missing is fine."""
-    (Path(root) / name).unlink(missing_ok=True)
+    (place(root) / name).unlink(missing_ok=True)
 
 
 def fsync_folder(folder: str | Path) -> None:
@@ -80,16 +116,16 @@ def fsync_folder(folder: str | Path) -> None:
         os.close(handle)
 
 
-def read_json(root: str | Path, name: str) -> Any:
+def read_json(root: Root, name: str) -> Any:
     """The parsed content of `root/name`. FileNotFoundError where it is missing."""
-    return json.loads((Path(root) / name).read_bytes())
+    return json.loads((place(root) / name).read_bytes())
 
 
-def read_yaml(root: str | Path, name: str) -> Any:
+def read_yaml(root: Root, name: str) -> Any:
     """The parsed content of `root/name`, plain values only. FileNotFoundError where it is missing."""
     import yaml
 
-    return yaml.load((Path(root) / name).read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return yaml.load((place(root) / name).read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def dump_yaml(value: Any) -> bytes:
@@ -128,20 +164,36 @@ class Commit:
         return len(self.cells)
 
 
-def read_commit(root: str | Path, unit: str) -> Commit | None:
+def read_commit(root: Root, unit: str) -> Commit | None:
     """The commit of a unit, or None."""
+    path = place(root) / f"_commits/{unit}.json"
     try:
-        return _parse(Path(root) / f"_commits/{unit}.json")
+        return _parse(path, path.read_bytes())
     except FileNotFoundError:
         return None
 
 
-def list_commits(root: str | Path) -> Iterator[Commit]:
+def list_commits(root: Root) -> Iterator[Commit]:
     """Every commit of the folder, in order of unit id: a unit before its children. Other names there are ignored."""
-    folder = Path(root) / "_commits"
-    names = os.listdir(folder) if folder.is_dir() else []
-    for name in sorted((n.removesuffix(".json") for n in names if _COMMIT.fullmatch(n)), key=unit_order):
-        yield _parse(folder / f"{name}.json")
+    folder = place(root) / "_commits"
+    names = os.listdir(folder) if isinstance(folder, Path) and folder.is_dir() else []
+    if isinstance(folder, Remote):
+        names = [entry.name for entry in folder.iterdir()]
+    units = sorted((n.removesuffix(".json") for n in names if _COMMIT.fullmatch(n)), key=unit_order)
+    for first in range(0, len(units), _AT_ONCE):
+        paths = [folder / f"{unit}.json" for unit in units[first : first + _AT_ONCE]]
+        for path, data in zip(paths, _read_all(paths), strict=True):
+            yield _parse(path, data)
+
+
+_AT_ONCE = 256
+
+
+def _read_all(paths: list[Any]) -> Iterable[bytes]:
+    if paths and isinstance(paths[0], Remote):
+        found = paths[0].fs.cat([path.path for path in paths])
+        return [found[path.path] for path in paths]
+    return (path.read_bytes() for path in paths)
 
 
 def unit_order(unit: str) -> tuple:
@@ -151,18 +203,28 @@ def unit_order(unit: str) -> tuple:
     )
 
 
-def write_commit(root: str | Path, commit: Commit) -> str:
-    """Create the unit's commit: "won", or "lost" where another attempt's stands."""
-    try:
-        write_new(root, f"_commits/{commit.unit}.json", dump_json(asdict(commit)))
-    except FileExistsError:
+def write_commit(root: Root, commit: Commit) -> str:
+    """Create the unit's commit: "won", or "lost" where another attempt's stands.
+
+    An error may hide a success (a lost reply): what stands then decides.
+    """
+    data = dump_json(asdict(commit))
+    for last in (False, False, True):
+        try:
+            write_new(root, f"_commits/{commit.unit}.json", data)
+            return "won"
+        except FileExistsError:
+            pass
+        except OSError:
+            if isinstance(place(root), Path) or (last and read_commit(root, commit.unit) is None):
+                raise
         standing = read_commit(root, commit.unit)
-        return "won" if standing is not None and standing.attempt == commit.attempt else "lost"
-    return "won"
+        if standing is not None:
+            return "won" if standing.attempt == commit.attempt else "lost"
+    raise AssertionError("unreachable")
 
 
-def _parse(path: Path) -> Commit:
-    data = path.read_bytes()
+def _parse(path: Path | Remote, data: bytes) -> Commit:
     try:
         return Commit(**{key: tuple(v) if isinstance(v, list) else v for key, v in json.loads(data).items()})
     except (ValueError, TypeError, AttributeError) as error:

@@ -12,10 +12,12 @@ import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from .places import Remote
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 _BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
@@ -68,6 +70,48 @@ def read_header(head: bytes) -> dict[str, Entry]:
     }
 
 
+def open_file(path: Path | Remote) -> TensorFile:
+    """A safetensors file: memory-mapped, or read by ranges where it lies on an object store."""
+    return RemoteFile(path) if isinstance(path, Remote) else MappedFile(path)
+
+
+class TensorFile(Protocol):
+    """Tensors by name, read by rows."""
+
+    entries: dict[str, Entry]
+
+    def rows(self, key: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a tensor. KeyError where the file has no such tensor or rows."""
+        ...
+
+
+def _span(entry: Entry, key: str, start: int, stop: int) -> tuple[int, int, tuple[int, ...]]:
+    """Offset of rows [start, stop), how many values they have, and their shape."""
+    if not 0 <= start <= stop <= entry.shape[0]:
+        raise KeyError(f"rows {start} to {stop} of {key!r}, which has {entry.shape[0]}")
+    width = math.prod(entry.shape[1:])
+    at = entry.offset + start * width * entry.dtype.itemsize
+    return at, (stop - start) * width, (stop - start, *entry.shape[1:])
+
+
+class RemoteFile:
+    """A safetensors file on an object store; a slice is one request."""
+
+    def __init__(self, path: Remote):
+        self._path = path
+        length = int.from_bytes(path.read_range(0, 8), "little")
+        self.entries = read_header(path.read_range(0, 8 + length))
+
+    def rows(self, key: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a tensor."""
+        entry = self.entries[key]
+        at, count, shape = _span(entry, key, start, stop)
+        if not count:
+            return torch.empty(shape, dtype=entry.dtype)
+        data = bytearray(self._path.read_range(at, at + count * entry.dtype.itemsize))
+        return torch.frombuffer(data, dtype=entry.dtype).reshape(shape)
+
+
 class MappedFile:
     """A safetensors file, memory-mapped: nothing is read before it is used, and tensors may be written to privately."""
 
@@ -79,12 +123,7 @@ class MappedFile:
     def rows(self, key: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a tensor, without a copy. KeyError where the file has no such tensor or rows."""
         entry = self.entries[key]
-        if not 0 <= start <= stop <= entry.shape[0]:
-            raise KeyError(f"rows {start} to {stop} of {key!r}, which has {entry.shape[0]}")
-        width = math.prod(entry.shape[1:])
-        shape = (stop - start, *entry.shape[1:])
-        if start == stop or not width:
+        at, count, shape = _span(entry, key, start, stop)
+        if not count:
             return torch.empty(shape, dtype=entry.dtype)
-        at = entry.offset + start * width * entry.dtype.itemsize
-        count = (stop - start) * width
         return torch.frombuffer(self._map, dtype=entry.dtype, count=count, offset=at).reshape(shape)

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from . import rows, tables, tensors
 from .garbage import TABLES, foreign, uncommitted
+from .places import Remote, arrow
 from .run import Run
 from .store import Commit
 
@@ -38,7 +39,7 @@ class Verdict:
         return [*self.problems, *self.notes, end]
 
 
-def verify(root: str | Path, *, deep: bool = False) -> Verdict:
+def verify(root: str | Path | Remote, *, deep: bool = False) -> Verdict:
     """Check that every planned cell is in exactly one state and every committed file is there with its size and rows.
 
     `deep` also rehashes every file and reads every row: tokens of records against those of their messages, spans
@@ -103,10 +104,11 @@ def _check_file(run: Run, file: Mapping[str, Any], deep: bool, found: Verdict) -
         found.problems.append(f"{file['path']} has another sha256 than its commit says: its content was changed")
         return
     if path.suffix == ".parquet":
+        where, fs = arrow(path)
         try:
             count, version = (
-                pq.read_metadata(path).num_rows,
-                (pq.read_schema(path).metadata or {}).get(b"schema_version"),
+                pq.read_metadata(where, filesystem=fs).num_rows,
+                (pq.read_schema(where, filesystem=fs).metadata or {}).get(b"schema_version"),
             )
         except (OSError, ValueError) as error:
             found.problems.append(f"{file['path']} cannot be read: {error}")
@@ -117,13 +119,18 @@ def _check_file(run: Run, file: Mapping[str, Any], deep: bool, found: Verdict) -
             found.problems.append(f"{file['path']} has schema version {version!r}")
 
 
-def _inside(root: Path, path: Path) -> bool:
+def _inside(root: Any, path: Any) -> bool:
+    if isinstance(root, Remote):
+        return ".." not in str(path).split("/")
     return root.resolve() in path.resolve().parents
 
 
-def _sha256(path: Path) -> str:
+def _sha256(path: Path | Remote) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while piece := file.read(1 << 24):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _check_rows(run: Run, commit: Commit, found: Verdict) -> None:
@@ -140,7 +147,7 @@ def _check_rows(run: Run, commit: Commit, found: Verdict) -> None:
         said[key] = row
         _check_owner(row, "messages", commit, found)
         _check_message(row, commit, found)
-    mapped: dict[str, tensors.MappedFile] = {}
+    mapped: dict[str, tensors.TensorFile] = {}
     used: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for row in _rows(run, "records", files):
         found.counts["records"] = found.counts.get("records", 0) + 1
@@ -196,7 +203,7 @@ def _check_message(row: Mapping[str, Any], commit: Commit, found: Verdict) -> No
 
 
 def _record_problems(run: Run, row: Mapping[str, Any], message: Mapping[str, Any] | None, files: list[str],
-                     mapped: dict[str, tensors.MappedFile]) -> Iterator[str]:  # fmt: skip
+                     mapped: dict[str, tensors.TensorFile]) -> Iterator[str]:  # fmt: skip
     count = row["row_end"] - row["row_start"]
     if row["token_span"]["rows"] != count:
         yield f"token_span says {row['token_span']['rows']} rows, the tensor has {count}"
@@ -218,13 +225,13 @@ def _record_problems(run: Run, row: Mapping[str, Any], message: Mapping[str, Any
 
 
 def _address_problems(run: Run, row: Mapping[str, Any], files: list[str],
-                      mapped: dict[str, tensors.MappedFile]) -> Iterator[str]:  # fmt: skip
+                      mapped: dict[str, tensors.TensorFile]) -> Iterator[str]:  # fmt: skip
     if row["file"] not in files:
         yield f"its file {row['file']} is not among the unit's sound files"
         return
     try:
         if row["file"] not in mapped:
-            mapped[row["file"]] = tensors.MappedFile(run.root / row["file"])
+            mapped[row["file"]] = tensors.open_file(run.root / row["file"])
         tensor = mapped[row["file"]].rows(row["key"], row["row_start"], row["row_end"])
     except (KeyError, ValueError, OSError) as error:
         yield f"its tensor cannot be read: {error}"

@@ -148,7 +148,7 @@ def test_units_do_not_depend_on_who_runs_them(tmp_path):
 
 
 def test_the_default_unit_follows_the_bytes(tmp_path):
-    captures = {"participants": ["bob"], "layers": None, "tokens": "all"}
+    captures = {"participants": ["bob"], "layers": None, "tokens": "generated"}
     small = talk.config(tmp_path, plan={}, capture=None)
     assert [len(u.cells) for u in expand(small)] == [24]
     (tmp_path / "tiny" / "config.json").unlink()

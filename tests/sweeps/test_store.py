@@ -1,0 +1,240 @@
+"""Laws of the store: complete or absent, created once, the same on a disk and on S3."""
+
+import json
+import os
+import threading
+
+import pytest
+import torch
+
+import sweeps
+from sweeps import folder, garbage, store
+from sweeps.places import Remote, place
+from sweeps.plan import expand
+from sweeps.planfile import PlanFile
+from sweeps.run import read_trunk
+from sweeps.verify import verify
+from sweeps.writer import UnitWriter
+from tests.sweeps import talk
+from tests.sweeps.test_run import answer
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """A real S3 server of this process; its bucket's URL."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    given = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
+             "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
+    before = {key: os.environ.get(key) for key in given}
+    os.environ.update(given)
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    s3fs.S3FileSystem().mkdir("runs")
+    yield "s3://runs"
+    server.stop()
+    s3fs.S3FileSystem.clear_instance_cache()
+    for key, value in before.items():
+        os.environ.pop(key) if value is None else os.environ.update({key: value})
+
+
+@pytest.fixture(params=["disk", "s3"])
+def root(request, tmp_path):
+    if request.param == "disk":
+        return str(tmp_path / "run")
+    return f"{request.getfixturevalue('s3')}/{tmp_path.name}"
+
+
+def test_a_name_is_created_once(root):
+    store.write_new(root, "a/b.json", b"1")
+    with pytest.raises(FileExistsError):
+        store.write_new(root, "a/b.json", b"2")
+    assert store.read_json(root, "a/b.json") == 1
+    store.replace(root, "c.json", b"1")
+    store.replace(root, "c.json", b"2")
+    assert store.read_json(root, "c.json") == 2
+    store.delete(root, "c.json")
+    store.delete(root, "c.json")
+    with pytest.raises(FileNotFoundError):
+        store.read_json(root, "c.json")
+
+
+def test_a_write_that_breaks_leaves_no_name(root):
+    with pytest.raises(RuntimeError, match="half way"), store.create(root, "a.bin") as out:
+        out.write(b"x" * 100)
+        raise RuntimeError("half way")
+    assert not (place(root) / "a.bin").exists()
+    assert [p for p in place(root).rglob("*") if p.is_file()] == []
+
+
+def test_of_many_writers_one_wins(root):
+    outcome = []
+
+    def write(attempt):
+        commit = store.Commit(unit="u000000", attempt=attempt, cells=tuple("abc"))
+        outcome.append((store.write_commit(root, commit), attempt))
+
+    threads = [threading.Thread(target=write, args=(f"{n:08x}",)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = [attempt for said, attempt in outcome if said == "won"]
+    assert store.read_commit(root, "u000000").attempt == winner and len(outcome) == 8
+
+
+def test_a_lost_reply_is_still_a_success(s3, tmp_path, monkeypatch):
+    """The put succeeds and its answer never arrives: the retry finds its own commit."""
+    root = f"{s3}/{tmp_path.name}"
+    real, calls = store.write_new, []
+
+    def reply_lost(*arguments):
+        real(*arguments)
+        calls.append(arguments)
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(store, "write_new", reply_lost)
+    assert store.write_commit(root, store.Commit(unit="u000000", attempt="aaaaaaaa")) == "won" and len(calls) == 1
+    monkeypatch.setattr(store, "write_new", real)
+    assert store.write_commit(root, store.Commit(unit="u000000", attempt="bbbbbbbb")) == "lost"
+
+    def never_arrives(*arguments):
+        calls.append(arguments)
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(store, "write_new", never_arrives)
+    with pytest.raises(TimeoutError):
+        store.write_commit(root, store.Commit(unit="u000001", attempt="aaaaaaaa"))
+    assert len(calls) == 4 and store.read_commit(root, "u000001") is None
+
+
+def test_commits_are_listed_in_order_and_nothing_else_is(root):
+    names = ["u000010", "u000002", "u000002.0", "u000002.1", "u000002.1.0", "u000002.r", "u000003"]
+    for name in names:
+        store.write_commit(root, store.Commit(unit=name, attempt="aaaaaaaa"))
+    for foreign in (".DS_Store", "notes.json", "u1-copy.json", "u000002.json.bak"):
+        store.write_new(root, f"_commits/{foreign}", b"{")
+    assert [c.unit for c in store.list_commits(root)] == [
+        "u000002", "u000002.0", "u000002.1", "u000002.1.0", "u000002.r", "u000003", "u000010",
+    ]  # fmt: skip
+
+
+def test_a_whole_run_anywhere(root, tmp_path):
+    config = talk.config(tmp_path, run={"dir": root})
+    assert folder.enter(config, root).num_cells == 24
+    units = list(PlanFile(root).units())
+    assert units == list(expand(config))
+    for unit in units[:2]:
+        writer = UnitWriter(root, unit, {"alice": "tiny", "bob": "tiny"})
+        for trunk in unit.trunks:
+            writer.add_trunk(trunk.id, [talk.said("alice", f"t {trunk.id}")])
+        for n, cell in enumerate(unit.cells):
+            writer.add_cell(cell, [talk.said("bob", "so", 1)], answer(1, float(n)), {"words": n}, start=1)
+        assert writer.commit() == "won"
+    run = sweeps.open(root)
+    assert run.counts == {"done": 16, "failed": 0, "pending": 8}
+    cell = units[0].cells[3]
+    assert [m.content for m in run.messages(cell.id)] == [f"t {cell.trunk}", "so"]
+    assert run.messages(cell.id)[1].fed == talk.said("bob", "so", 1).fed
+    assert torch.equal(run.at(cell=cell.id, layer=3), torch.full((1, 8), 6.0))
+    x, table = run.vectors(layer=1)
+    assert x[:, 0].tolist() == [float(n + 1) for n in range(8)] * 2 and set(table["framing"].to_pylist()) == {
+        "warm",
+        "cold",
+    }
+    assert run.outcomes().num_rows == 16
+    assert read_trunk(root, cell.trunk, "u000000")[0].content == f"t {cell.trunk}"
+    found = verify(root, deep=True)
+    assert found.ok and found.counts["records"] == 48
+    store.write_new(root, "messages/u000000-deadbeef.parquet", b"late")
+    assert garbage.collect(root, leased=True) == ["messages/u000000-deadbeef.parquet"]
+    assert folder.enter(config, root).state == "same"
+    larger = talk.config(
+        tmp_path, run={"dir": root}, grid={"framing": {"warm": "Be warm.", "cold": "Be cold.", "x": "y"}}
+    )
+    assert folder.enter(larger, root).new_cells == 12
+    assert sweeps.open(root).counts == {"done": 16, "failed": 0, "pending": 20}
+    with pytest.raises(folder.RunRefused, match="holds another run"):
+        folder.enter(config, root)
+
+
+def test_file_systems_without_links_are_refused_at_the_start(tmp_path, monkeypatch):
+    def no_links(*arguments):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    config = talk.config(tmp_path)
+    with pytest.raises(folder.RunRefused, match="no hard links"):
+        folder.enter(config, config.run.dir)
+
+
+def test_remote_paths_behave_like_paths(s3):
+    base = place(f"{s3}/paths")
+    assert isinstance(base, Remote) and str(base / "a/b.tar.gz") == "s3://runs/paths/a/b.tar.gz"
+    found = base / "a" / "b.tar.gz"
+    assert (found.name, found.stem, found.suffix, found.parent.name) == ("b.tar.gz", "b.tar", ".gz", "a")
+    assert found.relative_to(base) == "a/b.tar.gz" and not found.exists() and list(base.iterdir()) == []
+    store.write_new(base, "a/b.tar.gz", b"12345")
+    assert found.exists() and found.is_file() and (base / "a").is_dir() and found.stat().st_size == 5
+    assert list(base.rglob("*")) == [found] and list((base / "a").glob("*.gz")) == [found]
+    assert found.read_range(1, 3) == b"23"
+
+
+# ---- what is in a folder is data
+
+
+HOSTILE = ["../../up", "/etc/passwd", "a/b", "x" * 10_000, "аlice", ".", "..", "con\x00", "a\nb", "🙂", "a%2Fb"]
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
+def test_names_from_data_never_leave_the_folder(tmp_path, name):
+    config = talk.config(tmp_path, scenario={**talk.SCENARIO, "items": [{"id": name, "topic": name}]})
+    folder.enter(config, config.run.dir)
+    (unit,) = PlanFile(config.run.dir).units()
+    writer = UnitWriter(config.run.dir, unit, {"bob": "tiny"})
+    for cell in unit.cells:
+        message = talk.Message(name, name, {name: name})
+        writer.add_cell(cell, [message], [], {name: name})
+    writer.commit()
+    run = sweeps.open(config.run.dir)
+    assert run.messages(unit.cells[0].id)[0].content == name
+    inside = tmp_path / "run"
+    assert all(inside in p.resolve().parents for p in inside.rglob("*"))
+    assert {p.name for p in tmp_path.iterdir()} == {"run", "tiny"}
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", "..", "x" * 100, "аlice", "a\nb"])
+def test_such_names_are_refused_where_users_choose_them(tmp_path, name):
+    people = {name: {"model": "tiny"}, "bob": {"model": "tiny"}}
+    with pytest.raises(sweeps.config.ConfigError, match="cannot name a participant"):
+        talk.config(tmp_path, scenario={**talk.SCENARIO, "participants": people}, capture=None)
+    models = {name: {"source": "hub/x"}, "tiny": {"source": "hub/y"}}
+    with pytest.raises(sweeps.config.ConfigError, match="cannot name a model"):
+        talk.config(tmp_path, models=models, capture=None)
+
+
+def test_nothing_in_a_folder_is_run(tmp_path):
+    """YAML tags, pickles and analyzers in a folder are text: opening and verifying it starts nothing."""
+    config = talk.config(tmp_path)
+    folder.enter(config, config.run.dir)
+    planted = tmp_path / "run" / "config-0.yaml"
+    planted.write_text(planted.read_text() + f"\nx: !!python/object/apply:os.system ['touch {tmp_path}/pwned']\n")
+    with pytest.raises(Exception, match="python/object"):
+        _ = sweeps.open(config.run.dir).config
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_paths_in_a_commit_cannot_point_outside(tmp_path):
+    config = talk.config(tmp_path)
+    folder.enter(config, config.run.dir)
+    (tmp_path / "secret").write_text("s")
+    entry = {"path": "../secret", "table": "messages", "rows": 0, "bytes": 1, "sha256": ""}
+    store.write_new(config.run.dir, "_commits/u000000.json",
+                    json.dumps({"unit": "u000000", "attempt": "aaaaaaaa", "files": [entry]}).encode())  # fmt: skip
+    assert any("outside the run folder" in problem for problem in verify(config.run.dir).problems)
+    with pytest.raises(store.Damaged, match="outside"):
+        sweeps.open(config.run.dir).files("messages")
