@@ -62,7 +62,7 @@ class PoolTable:
         if self.pool == "mean":
             self.values.index_add_(0, index, values.float())
         else:
-            self.values.index_reduce_(0, index, values.float(), "amax")
+            self.values.scatter_reduce_(0, index[:, None].expand_as(values), values.float(), "amax")
 
 
 class Collector:
@@ -135,8 +135,8 @@ class Collector:
                 self.bytes_held -= moved.row_bytes * len(rows)
         row.kept = None
 
-    def records(self, row: Row) -> list[ActivationRecord]:
-        """The finished row's records, ordered by spec, then layer, then site. Waits for its transfers."""
+    def records(self, row: Row) -> list[tuple[int, ActivationRecord]]:
+        """(number of the spec, record) of the finished row, by spec, then layer, then site. Waits for its transfers."""
         if row.takes:
             self.flush()
         if row.kept is None:
@@ -148,7 +148,7 @@ class Collector:
                 record = self._record(row, take, layer, site)
                 if record is not None:
                     record.fingerprint = fingerprint
-                    records.append(record)
+                    records.append((take.order, record))
         self._free(row)
         return records
 

@@ -126,14 +126,14 @@ class Engine:
 
     def rewind(self) -> None:
         """After an interrupted step (Ctrl-C): every unfinished row starts over from the tokens it has."""
-        with self._lock:
+        with self._lock, torch.inference_mode(False):
             self._requeue(0)
 
     # The step
 
     def step(self) -> bool:
         """Admit, forward, sample, retire. False when there is nothing to do."""
-        with self._lock:
+        with self._lock, torch.inference_mode(False):
             if not (self._waiting or self._table.live or self._table.groups):
                 return False
             self.counters["steps"] += 1
@@ -348,7 +348,8 @@ class Engine:
             )
         else:
             reply.counters = {name: reply.counters[name] + row.counters[name] for name in ROW_COUNTERS}
-        reply.records += self._collector.records(row)
+        row.records += self._collector.records(row)
+        reply.records = [record for _, record in sorted(row.records, key=lambda each: each[0])]
         reply.finish_reason, reply.error = row.finish_reason or "stop", row.error
         if row.clean_takes and row.error is None:
             self._waiting.appendleft(row.clean_follower(reply))

@@ -95,6 +95,8 @@ class Row:
     """What an earlier row of the same ticket has answered; this one adds its clean records."""
     kept: Any = None
     """What the collector holds for this row."""
+    records: list[tuple[int, Any]] = field(default_factory=list)
+    """(number of the spec, record) of every row of the ticket so far."""
 
     @property
     def request(self) -> Request:

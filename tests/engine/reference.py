@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -22,6 +22,8 @@ from tests.tiny import MOE_FAMILIES, tiny
 
 WIDTH = 32
 LAYERS = 3
+MAIN = ("llama", "gemma3", "gpt2", "mixtral")
+"""Full attention, sliding windows, learned positions, experts: the laws that need not run on every family."""
 
 
 @cache
@@ -115,9 +117,16 @@ def patch(positions, layer=1, seed=0, values=None, site="residual") -> tuple[Pat
 # Forwards by hand
 
 
+def blocks(model):
+    """The decoder layers."""
+    for path in ("model.layers", "model.decoder.layers", "transformer.h", "gpt_neox.layers"):
+        with suppress(AttributeError):
+            return model.get_submodule(path)
+
+
 def _module(model, site: str, layer: int):
-    inner = model.model if hasattr(model, "model") else model.transformer
-    block = (inner.layers if hasattr(inner, "layers") else inner.h)[layer]
+    inner = next(getattr(model, name) for name in ("model", "transformer", "gpt_neox") if hasattr(model, name))
+    block = blocks(model)[layer]
     return {
         "residual": lambda: (block, "out"),
         "resid_pre": lambda: (block, "in"),

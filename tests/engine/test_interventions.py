@@ -11,7 +11,20 @@ from interlens.engine.request import Request, Sampling
 from interlens.errors import UnknownSite
 from interlens.interp import CaptureSpec, Intervention, Patch, Select, SteeringSpec
 from interlens.interp.select import Layout
-from tests.engine.reference import check, direction, generate, model_of, patch, phases, prompt, same, steer, tolerance
+from tests.engine.reference import (
+    MAIN,
+    blocks,
+    check,
+    direction,
+    generate,
+    model_of,
+    patch,
+    phases,
+    prompt,
+    same,
+    steer,
+    tolerance,
+)
 from tests.engine.test_core import MARKERS
 from tests.tiny import FAMILIES, MOE_FAMILIES
 
@@ -80,7 +93,7 @@ def test_every_selection_and_mode_in_one_batch_is_a_hand_written_hook(family):
     assert touched == {"reasoning", "answer"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MAIN)
 def test_patches_act_in_any_chunk_and_at_the_decode_steps_that_reach_them(family):
     model = model_of(family)
     plans = [
@@ -108,7 +121,7 @@ def test_sites_are_edited_as_by_hooks_on_their_modules():
         check(reply, generate(model, each, [hand for _, hand in pairs]), model)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MAIN)
 def test_an_edit_of_one_row_leaves_the_others_as_they_are(family):
     model = model_of(family)
     plain = [request(i, capture=(CaptureSpec(),)) for i in range(5)]
@@ -122,7 +135,7 @@ def test_an_edit_of_one_row_leaves_the_others_as_they_are(family):
     assert not torch.allclose(with_edits[2].records[0].tensor, without[2].records[0].tensor)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MAIN)
 def test_no_strength_and_patching_a_run_with_itself_are_no_edit(family):
     model = model_of(family)
     plain = [request(i, capture=(CaptureSpec(("residual", "mlp")),)) for i in range(4)]
@@ -147,7 +160,6 @@ def test_a_steered_batch_is_plain_generate_under_a_hook(family):
     """transformers' own `generate` with its own cache, and a torch hook that adds a vector."""
     model = model_of(family)
     shift = 2.0 * direction(3)
-    layers = (model.model.layers if hasattr(model, "model") else model.transformer.h)[1]
     everywhere = SteeringSpec(direction(3), 1, 2.0)
     later = SteeringSpec(direction(3), 1, 2.0, tokens=Select.generated())
     asked = [
@@ -163,7 +175,7 @@ def test_a_steered_batch_is_plain_generate_under_a_hook(family):
             hidden = hidden + shift.to(hidden.dtype)
             return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
-        handle = layers.register_forward_hook(add)
+        handle = blocks(model)[1].register_forward_hook(add)
         try:
             out = model.generate(
                 torch.tensor([asked[i].tokens]), max_new_tokens=7, do_sample=False, eos_token_id=-1, pad_token_id=0
