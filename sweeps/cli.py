@@ -27,6 +27,7 @@ USAGE = """sweeps <command> ...
   run    [key=value ...]   run it, or continue it; --help shows the configuration, -m runs several
   status DIR               what a run folder holds and how far it is
   report DIR               write the page of a run, DIR/report/index.html
+  aggregate DIR [name=... key=value ...]   aggregates again, or new ones, from what is stored; loads no model
   show   DIR CELL          print one conversation (any beginning of a cell's id)
   verify DIR [--deep]      check every file and row of a run against its commits
   gc     DIR [--dry-run]   delete what no commit names
@@ -189,6 +190,18 @@ def _report(arguments: list[str]) -> int:
     return COMPLETE
 
 
+def _aggregate(arguments: list[str]) -> int:
+    from .aggregates.command import HELP, aggregate
+    from .run import open as open_run
+
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(HELP)
+        return COMPLETE if arguments else ERROR
+    for path in aggregate(open_run(arguments[0]), arguments[1:]):
+        print(path)
+    return COMPLETE
+
+
 def _show(arguments: list[str]) -> int:
     from . import show
     from .run import open as open_run
@@ -218,5 +231,6 @@ def _gc(arguments: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "plan": _plan, "run": _run, "status": _status, "report": _report, "show": _show, "verify": _verify, "gc": _gc,
+    "plan": _plan, "run": _run, "status": _status, "report": _report, "aggregate": _aggregate,
+    "show": _show, "verify": _verify, "gc": _gc,
 }  # fmt: skip

@@ -12,18 +12,25 @@ import numpy as np
 from safetensors.numpy import save
 
 from .. import store
+from ..config import ClusterConfig
 from . import Fit, Sum, build
 from .directions import save_directions
-from .shards import recompute
+from .shards import recompute, recompute_on_ray
 
 
-def finalize(run: Any, aggregates: Iterable[Any] | None = None) -> dict[str, dict[str, Any]]:
-    """See `sweeps.aggregates.finalize`."""
+def finalize(
+    run: Any, aggregates: Iterable[Any] | None = None, cluster: ClusterConfig | None = None
+) -> dict[str, dict[str, Any]]:
+    """See `sweeps.aggregates.finalize`. With a `cluster`, sums are recomputed on Ray, one task per unit."""
     entries = list(run.config.aggregate if aggregates is None else aggregates)
     made = list(zip(build(entries, run.config), entries, strict=True))
     results = {}
     for aggregate, entry in sorted(made, key=lambda pair: getattr(pair[0], "is_last", False)):
-        finished = _finished(run, aggregate, stored=aggregates is None) if isinstance(aggregate, Sum) else None
+        finished = None
+        if isinstance(aggregate, Sum) and aggregates is not None and cluster is not None:
+            finished = aggregate.finish(recompute_on_ray(run, aggregate, dict(entry.options), cluster))
+        elif isinstance(aggregate, Sum):
+            finished = _finished(run, aggregate, stored=aggregates is None)
         result = aggregate.fit(run, finished) if isinstance(aggregate, Fit) else finished
         results[aggregate.name] = _write(Path(run.root), aggregate.name, dict(result or {}), dict(entry.options or {}))
     return results

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from .. import rows, tensors
-from . import CellResult, State, Sum
+from .. import rows, store, tensors
+from ..config import AggregateConfig, ClusterConfig
+from . import CellResult, State, Sum, build
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,6 +123,36 @@ def recompute(run: Any, aggregate: Sum) -> State:
     state = aggregate.zero()
     for commit in run.commits():
         state = aggregate.merge(state, shard_state(run, commit, aggregate))
+    return state
+
+
+def unit_state(root: str, unit: str, name: str, options: dict[str, Any]) -> State:
+    """`shard_state` from plain values, for another process."""
+    run = _opened(root)
+    commit = store.read_commit(root, unit)
+    assert commit is not None, f"unit {unit} has no commit"
+    return shard_state(run, commit, build([AggregateConfig(name=name, options=options)], run.config)[0])
+
+
+@lru_cache(maxsize=1)
+def _opened(root: str) -> Any:
+    from .. import run
+
+    return run.open(root)
+
+
+def recompute_on_ray(run: Any, aggregate: Sum, options: dict[str, Any], cluster: ClusterConfig) -> State:
+    """`recompute` with one Ray task per unit; the states are merged in order of unit id as they arrive."""
+    from ..executors.ray import spread
+
+    units = [commit.unit for commit in run.commits()]
+    calls = [(str(run.root.absolute()), unit, aggregate.name, options) for unit in units]
+    state, early, next_one = aggregate.zero(), {}, 0
+    for number, found in spread("sweeps.aggregates.shards:unit_state", calls, cluster):
+        early[number] = found
+        while next_one in early:
+            state = aggregate.merge(state, early.pop(next_one))
+            next_one += 1
     return state
 
 

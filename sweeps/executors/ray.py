@@ -12,6 +12,7 @@ import os
 import socket
 import time
 import traceback
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
@@ -51,6 +52,39 @@ class _Actor:
     def stop(self) -> None:
         if self._replica:
             self._replica.stop()
+
+
+def spread(function: str, calls: Sequence[tuple], cluster: ClusterConfig) -> Iterator[tuple[int, Any]]:
+    """Run `function` (module:name) once per tuple of plain arguments, as Ray tasks; (number, result) as they finish.
+
+    Results must be small. An exception of a task is raised here, and what is left is cancelled.
+    """
+    own = None if ray.is_initialized() else _connect(cluster)
+    waiting: dict[Any, int] = {}
+    try:
+        at_once = max(2 * int(ray.cluster_resources().get("CPU", 1)), 2)
+        task = ray.remote(_call).options(num_cpus=1, max_retries=0)
+        for number, arguments in enumerate(calls):
+            if len(waiting) >= at_once:
+                yield from _collected(waiting)
+            waiting[task.remote(function, arguments)] = number
+        while waiting:
+            yield from _collected(waiting)
+    finally:
+        for ref in waiting:
+            ray.cancel(ref, force=True)
+        if own is not None:
+            own.disconnect()
+
+
+def _call(function: str, arguments: tuple) -> Any:
+    return import_replica(function)(*arguments)
+
+
+def _collected(waiting: dict[Any, int]) -> Iterator[tuple[int, Any]]:
+    done, _ = ray.wait(list(waiting), num_returns=1)
+    for ref in done:
+        yield waiting.pop(ref), ray.get(ref)
 
 
 class _Handle:

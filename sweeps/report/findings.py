@@ -15,7 +15,7 @@ def sentences(run: Any) -> list[str]:
     """The closing lines of a run: cells, directions with their controls, responses with paired intervals."""
     lines = [counts(run)]
     for result in read_results(Path(run.root)).values():
-        lines += {"difference_of_means": _directions, "outcomes": _outcomes}.get(result.get("kind"), _none)(result)
+        lines += SAID.get(result.get("kind", ""), _none)(result)
     return lines
 
 
@@ -132,3 +132,33 @@ def _excludes_zero(found: dict[str, float]) -> bool:
 
 def _signed(found: dict[str, float]) -> str:
     return ("+" if found["value"] > 0 else "") + interval(found)
+
+
+def _probe(result: dict[str, Any]) -> list[str]:
+    """One line for a probe beside the difference of means."""
+    entries = [entry for entry in result["directions"] if entry.get("evaluation")]
+    curve = ", ".join(f"{e['layer']}: {number(e['evaluation']['auroc']['value'])}" for e in entries)
+    return [f"{_capital(result['kind'])} on the same contrast: held-out AUROC by layer {curve}."] if entries else []
+
+
+def _probe_eval(result: dict[str, Any]) -> list[str]:
+    evaluated = [e for e in result["probes"] if e["evaluation"]]
+    told = [f"{e['method'].replace('_', ' ')} {interval(e['evaluation']['auroc'])}" for e in evaluated]
+    lines = [f"With the layer chosen without the test items: {'; '.join(told)}."] if told else []
+    return lines + [f"Warning: {warning}." for warning in result["warnings"]]
+
+
+def _logprobs(result: dict[str, Any]) -> list[str]:
+    entries = result["summary"][:4]
+    told = [f"{e['participant']} {' '.join(map(str, e['by'].values()))}: {number(e['surprisal'])}" for e in entries]
+    return [f"Surprisal in nats per token: {', '.join(told)}."] if told else []
+
+
+SAID = {
+    "difference_of_means": _directions,
+    "outcomes": _outcomes,
+    "lda": _probe,
+    "logistic": _probe,
+    "probe_eval": _probe_eval,
+    "logprob_summary": _logprobs,
+}

@@ -13,6 +13,7 @@ from ..aggregates.results import read_results
 from .charts import Point, Series, chart
 from .findings import sentences, title
 from .markup import Markup, interval, join, number, table, tag, text
+from .results import SECTIONS
 from .transcripts import tree
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -62,8 +63,20 @@ def _summary(run: Any) -> str:
 
 
 def _result(result: dict[str, Any]) -> list[tuple[str, Markup]]:
-    kinds = {"difference_of_means": _directions, "outcomes": _outcomes}
-    return kinds[result["kind"]](result) if result.get("kind") in kinds else [_plain(result)]
+    kind = result.get("kind")
+    if kind == "outcomes":
+        return _outcomes(result)
+    if "directions" in result:
+        return _directions(result)
+    if kind in SECTIONS:
+        return [(_heading(result), SECTIONS[kind](result))]
+    return [_plain(result)]
+
+
+def _heading(result: dict[str, Any]) -> str:
+    """The kind, and the aggregate's own name where that is another."""
+    kind = result["kind"].replace("_", " ").capitalize()
+    return kind if result["name"] in (result["kind"], "directions") else f"{kind}: {result['name']}"
 
 
 def _plain(result: dict[str, Any]) -> tuple[str, Markup]:
@@ -80,16 +93,17 @@ def _directions(result: dict[str, Any]) -> list[tuple[str, Markup]]:
     for who, site in dict.fromkeys((e["participant"], e["site"]) for e in entries):
         here = [e for e in entries if (e["participant"], e["site"]) == (who, site)]
         parts.append(tag("h3", f"{who}, {site}"))
-        parts.append(_auroc_chart(here, f"Held-out AUROC by layer, {who}, {site}"))
+        method = result["kind"].replace("_", " ")
+        parts.append(_auroc_chart(here, f"Held-out AUROC by layer, {who}, {site}", method))
         parts.append(_direction_table(here))
     if result.get("cosines"):
         names, values = result["cosines"]["names"], result["cosines"]["values"]
         rows = [[name, *[number(v, 2) for v in row]] for name, row in zip(names, values, strict=True)]
         parts.append(tag("details", tag("summary", "cosines between the directions"), table(["", *names], rows)))
-    return [(f"Directions: {result['name']}", join(parts))]
+    return [(_heading(result), join(parts))]
 
 
-def _auroc_chart(entries: list[dict[str, Any]], heading: str) -> Markup:
+def _auroc_chart(entries: list[dict[str, Any]], heading: str, method: str) -> Markup:
     known = [e for e in entries if e.get("evaluation")]
 
     def control(name: str, style: str) -> Series:
@@ -101,7 +115,7 @@ def _auroc_chart(entries: list[dict[str, Any]], heading: str) -> Markup:
     own = [(e["layer"], e["evaluation"]["auroc"]) for e in known]
     points = [Point(x=x, y=v["value"], low=v["low"], high=v["high"], label=f"layer {x}: {interval(v)}") for x, v in own]
     series = [control("random", "s5"), control("shuffled", "s3")]
-    series.append(Series(name="difference of means (95 % interval over groups)", points=points, style="s0"))
+    series.append(Series(name=f"{method} (95 % interval over groups)", points=points, style="s0"))
     return chart(series, x_label="layer", y_label="held-out AUROC", title=heading, reference=0.5, y_range=(0, 1.03))
 
 

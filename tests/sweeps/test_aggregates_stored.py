@@ -13,7 +13,7 @@ from pyarrow import csv
 import sweeps
 from interlens.interp.activation_cache import ActivationRecord
 from interlens.message import Message
-from sweeps import aggregates, folder
+from sweeps import aggregates, cli, folder
 from sweeps.aggregates import CellResult
 from sweeps.aggregates.directions import read_directions
 from sweeps.aggregates.probe_eval import leaks
@@ -244,3 +244,55 @@ def test_the_page_and_the_closing_lines(run):
     lines = aggregates.findings(run)
     assert lines[0] == "24 of 24 cells finished, over 3 items; none failed."
     assert all(line in page.replace("&#x27;", "'") for line in lines)
+
+
+def test_the_page_shows_every_kind_of_result(run):
+    page = write_report(run).read_text(encoding="utf-8")
+    for heading in (
+        "Moments</h2>",
+        "Logprob summary</h2>",
+        "Probe eval</h2>",
+        "Similarity</h2>",
+        "Lda</h2>",
+        "Logistic</h2>",
+    ):
+        assert heading in page
+    told = " ".join(aggregates.findings(run))
+    assert "Lda on the same contrast" in told and "layer chosen without the test items" in told
+
+
+def test_the_command_recomputes_from_what_is_stored(run, capsys):
+    before = read_results(run.root)
+    assert cli.main(["aggregate", str(run.root)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(before) and read_results(run.root) == before
+    assert cli.main(["aggregate", str(run.root), "name=directions", "where=trunk_seed == 0", "draws=50"]) == 0
+    found = read_results(run.root)["directions"]
+    assert found["options"]["where"] == "trunk_seed == 0" and found["options"]["contrast"] == CONTRAST
+    assert found["directions"][0]["num_pos"] == 6
+    assert cli.main(["aggregate", str(run.root), "name=directions", f"contrast={CONTRAST}"]) == 0
+    assert read_results(run.root)["directions"]["directions"] == before["directions"]["directions"]
+
+
+@pytest.mark.parametrize(
+    "given, complaint",
+    [
+        (["pool=mean"], "give name=NAME"),
+        (["name=x"], "no aggregate 'x'"),
+        (["name=directions", "contrst=a"], "contrst"),
+        (["name=directions", "where"], "options are key=value"),
+    ],
+)
+def test_the_command_refuses_what_cannot_be_in_one_line(run, capsys, given, complaint):
+    assert cli.main(["aggregate", str(run.root), *given]) == 1
+    error = capsys.readouterr().err
+    assert complaint in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_on_ray_a_recomputed_sum_is_the_same(run, capsys):
+    before = read_results(run.root)["moments"]
+    assert cli.main(["aggregate", str(run.root), "name=moments", "replicas=2"]) == 0
+    after = read_results(run.root)["moments"]
+    for a, b in zip(before["moments"], after["moments"], strict=True):
+        assert a["key"] == b["key"] and a["count"] == b["count"]
+        assert a["total_variance"] == pytest.approx(b["total_variance"], rel=1e-12)

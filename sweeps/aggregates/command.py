@@ -1,0 +1,47 @@
+"""`sweeps aggregate DIR [name=NAME option=value ...]`: aggregates again, or new ones, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..config import AggregateConfig, ConfigError
+from .results import finalize
+
+HELP = """sweeps aggregate DIR                      all aggregates of the run's configuration, from their recorded sums
+sweeps aggregate DIR name=NAME key=value  one aggregate, recomputed from what is stored: options as in `aggregate:`,
+                                          starting from the configuration's own of that name; kind=KIND for a new name
+  replicas=N                              N > 1: on Ray, one task per unit"""
+
+
+def aggregate(run: Any, given: Sequence[str]) -> list[Path]:
+    """Compute and write; the files written. ConfigError for what cannot be."""
+    options = dict(_parsed(text) for text in given)
+    replicas = options.pop("replicas", 1)
+    cluster = replace(run.config.cluster, num_cpus=1, num_gpus=0, replicas=replicas) if replicas > 1 else None
+    if not options:
+        results = finalize(run)
+    else:
+        name = options.pop("name", None)
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"which aggregate? give name=NAME; options were: {', '.join(options)}")
+        base = next((dict(entry.options) for entry in run.config.aggregate if entry.name == name), {})
+        try:
+            results = finalize(run, [AggregateConfig(name=name, options={**base, **options})], cluster)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    return [Path(run.root) / "aggregates" / f"{name}.json" for name in results]
+
+
+def _parsed(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"cannot read {text!r}; options are key=value, as in pool=mean")
+    try:
+        return key, yaml.safe_load(value) if value else None
+    except yaml.YAMLError:
+        return key, value

@@ -1,0 +1,153 @@
+"""Sections of the page for the results that are tables: moments, logprobs, probe evaluation, similarity, routing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .markup import Markup, interval, join, number, table, tag
+
+Result = dict[str, Any]
+
+
+def moments(result: Result) -> Markup:
+    """Count, norms and what was left out, per place and value of `by`."""
+    head = [
+        "participant",
+        "site",
+        "layer",
+        *_by(result["moments"]),
+        "rows",
+        "non-finite",
+        "above max_norm",
+        "norm of mean",
+        "rms norm",
+        "total variance",
+    ]
+    rows = [
+        [
+            e["participant"],
+            e["site"],
+            e["layer"],
+            *_values(e),
+            number(e["count"]),
+            number(e["non_finite"]),
+            number(e["removed"]),
+            number(e["norm_of_mean"]),
+            number(e["rms_norm"]),
+            number(e["total_variance"]),
+        ]
+        for e in result["moments"]
+    ]
+    return table(head, rows, numeric=2)
+
+
+def logprob_summary(result: Result) -> Markup:
+    """Surprisal and entropy per speaker and value of `by`."""
+    entries = result["summary"]
+    head = [
+        "participant",
+        *_by(entries),
+        "tokens",
+        "surprisal, nats",
+        "perplexity",
+        "entropy, nats",
+        "messages without",
+    ]
+    rows = [
+        [
+            e["participant"],
+            *_values(e),
+            number(e["tokens"]),
+            number(e["surprisal"]),
+            number(e["perplexity"]),
+            number(e["entropy"]),
+            number(e["messages_without"]),
+        ]
+        for e in entries
+    ]
+    return table(head, rows, numeric=1)
+
+
+def probe_eval(result: Result) -> Markup:
+    """Methods side by side, layers as chosen inside the folds; then transfer and warnings."""
+    head = [
+        "participant",
+        "site",
+        "method",
+        "held-out AUROC",
+        "accuracy",
+        "recall at 1 % FPR",
+        "shuffled",
+        "layers chosen",
+    ]
+    rows = []
+    for e in result["probes"]:
+        found = e["evaluation"] or {}
+        shuffled = (found.get("shuffled") or {}).get("mean")
+        rows.append(
+            [
+                e["participant"],
+                e["site"],
+                e["method"].replace("_", " "),
+                interval(found["auroc"]) if found else e.get("why"),
+                number(found.get("accuracy")),
+                number(found.get("recall_at_1_fpr")),
+                number(shuffled),
+                ", ".join(map(str, found.get("layers", ()))),
+            ]
+        )
+    parts = [
+        tag("p", "The layer is chosen inside each fold, on its training groups only."),
+        table(head, rows, numeric=3),
+    ]
+    if result["transfer"]:
+        crossed = [
+            [
+                e["participant"],
+                e["layer"],
+                e["method"].replace("_", " "),
+                number(e["fitted_on"]),
+                number(e["tested_on"]),
+                interval(e["auroc"]),
+            ]
+            for e in result["transfer"]
+        ]
+        names = ["participant", "layer", "method", "fitted on", "tested on", "held-out AUROC"]
+        parts.append(tag("details", tag("summary", "transfer"), table(names, crossed, numeric=3)))
+    parts += [tag("p", f"Warning: {warning}.", class_="warning") for warning in result["warnings"]]
+    return join(parts)
+
+
+def similarity(result: Result) -> Markup:
+    """Cosines between directions of one width."""
+    parts = []
+    for found in result["maps"]:
+        chance = number(found["random_mean_abs"])
+        chance = f"two random directions have an absolute cosine of {chance} on average"
+        parts.append(tag("p", f"Width {found['width']}; {chance}."))
+        rows = [[name, *[_shaded(v) for v in row]] for name, row in zip(found["names"], found["values"], strict=True)]
+        parts.append(table(["", *found["names"]], rows))
+    return join(parts) if parts else tag("p", "No directions to compare.", class_="quiet")
+
+
+def _shaded(value: float) -> Markup:
+    """A cosine on a colour that fades to nothing at 0."""
+    side = "up" if value > 0 else "down"
+    return tag("span", number(value, 2), class_=f"cos {side} c{min(round(abs(value) * 5), 5)}")
+
+
+def _by(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for entry in entries for name in entry["by"]))
+
+
+def _values(entry: Mapping[str, Any]) -> list[str]:
+    return [number(value) for value in entry["by"].values()]
+
+
+SECTIONS = {
+    "moments": moments,
+    "logprob_summary": logprob_summary,
+    "probe_eval": probe_eval,
+    "similarity": similarity,
+}
