@@ -1,6 +1,7 @@
 """Whatever is asked, in whatever order and company: an engine answers as a full recomputation of each request would."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from interlens.engine.engine import Engine
 from interlens.engine.request import Request, Sampling
 from interlens.interp import CaptureSpec
-from tests.engine.reference import check, generate, model_of, patch, prompt, steer, tolerance
+from tests.engine.reference import check, forward, generate, model_of, patch, prompt, steer, tolerance
 from tests.engine.test_interventions import LAYOUT, MODES, SELECTIONS
 
 KEEP = tuple((layer, "residual") for layer in range(3))
@@ -36,8 +37,6 @@ class Plan:
 
     @property
     def request(self):
-        from dataclasses import replace
-
         return Request(
             tokens=(*prompt(40, 7)[: self.shared], *prompt(self.own, self.own)), key=("x", self.own, self.sampling),
             sampling=replace(SAMPLINGS[self.sampling], max_new_tokens=self.new), layout=LAYOUT, logprobs=True,
@@ -84,8 +83,6 @@ def answers(family: str, plan: Plan):
     """(the edited run, the same tokens without edits)."""
     model, ordered = model_of(family), sorted(plan.pairs, key=lambda pair: pair[0].rank)
     run = generate(model, plan.request, [hand for _, hand in ordered], KEEP)
-    from tests.engine.reference import forward
-
     return run, forward(model, run.ids, run.num_prompt, keep=KEEP)
 
 
@@ -108,10 +105,7 @@ def agrees(family, plan, reply):
         tol = tolerance(model) if pool is None else dict(rtol=1e-3, atol=3e-4)
         torch.testing.assert_close(record.tensor.double(), pooled.get(pool, value).double(), **tol)
         assert record.positions == tuple(rows) and (record.layer, record.pool) == (layer, pool)
-    modified = []
-    for spec, hand in plan.pairs:
-        where = hand.at(run.ids, run.num_prompt, LAYOUT)
-        modified.append(len(list(where)))
+    modified = [len(list(hand.at(run.ids, run.num_prompt, LAYOUT))) for _, hand in plan.pairs]
     assert reply.tokens_modified == tuple(modified)
 
 
@@ -158,22 +152,24 @@ def play(family, scene):
     np.testing.assert_equal(engine.counters["requests"], len(plans))
 
 
-COMMON = dict(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+MORE = int(os.environ.get("INTERLENS_SCENES", "1"))
+"""This many times the usual number of scenes, and other ones each time if not 1."""
+COMMON = dict(deadline=None, derandomize=MORE == 1, suppress_health_check=list(HealthCheck), print_blob=True)
 
 
-@settings(max_examples=40, **COMMON)
+@settings(max_examples=30 * MORE, **COMMON)
 @given(scenes())
 def test_any_scene_with_full_attention(scene):
     play("llama", scene)
 
 
-@settings(max_examples=12, **COMMON)
+@settings(max_examples=10 * MORE, **COMMON)
 @given(scenes())
 def test_any_scene_with_sliding_windows(scene):
     play("gemma3", scene)
 
 
-@settings(max_examples=12, **COMMON)
+@settings(max_examples=10 * MORE, **COMMON)
 @given(scenes())
 def test_any_scene_with_experts(scene):
     play("mixtral", scene)

@@ -10,9 +10,22 @@ from interlens.engine.engine import Engine
 from interlens.engine.request import Request, Sampling
 from interlens.interp import CaptureSpec, Select
 from interlens.interp.sites import layers_with, sites_of
-from tests.engine.reference import MAIN, check, forward, generate, model_of, phases, prompt, same, steer, tolerance
+from tests.engine.reference import (
+    MAIN,
+    check,
+    forward,
+    generate,
+    kept,
+    model_of,
+    phases,
+    prompt,
+    same,
+    steer,
+    tolerance,
+)
 from tests.engine.test_interventions import LAYOUT, SELECTIONS
 
+POOLS = (None, "mean", "last", "max")
 WARM = Sampling(temperature=1.0, top_p=0.95, max_new_tokens=8)
 
 
@@ -39,7 +52,7 @@ def test_selected_rows_pools_spans_and_phases_are_those_of_the_whole_sequence(fa
     asked = [
         request(
             i, layout=LAYOUT,
-            capture=tuple(CaptureSpec(layers=(0, 2), tokens=tokens, pool=pool) for pool in (None, "mean", "last", "max")),
+            capture=tuple(CaptureSpec(layers=(0, 2), tokens=tokens, pool=pool) for pool in POOLS),
         )
         for i, (tokens, _) in enumerate(SELECTIONS)
     ]  # fmt: skip
@@ -52,9 +65,7 @@ def test_selected_rows_pools_spans_and_phases_are_those_of_the_whole_sequence(fa
         if not rows:
             assert reply.error is None and reply.records == []
             continue
-        assert [(r.pool, r.layer) for r in reply.records] == [
-            (pool, layer) for pool in (None, "mean", "last", "max") for layer in (0, 2)
-        ]
+        assert [(r.pool, r.layer) for r in reply.records] == [(pool, layer) for pool in POOLS for layer in (0, 2)]
         for record in reply.records:
             whole = run.states[record.layer, "residual"][rows].double().numpy()
             expected = {None: whole, "mean": whole.mean(0)[None], "last": whole[-1:], "max": whole.max(0)[None]}
@@ -146,8 +157,6 @@ def test_probabilities_are_those_of_a_plain_forward(family):
         replace(WARM, temperature=1.5, top_p=None), replace(WARM, top_k=9, top_p=0.5),
     ]  # fmt: skip
     asked = [request(i, sampling=sampling, logprobs=True) for i, sampling in enumerate(settings)]
-    from tests.engine.reference import kept
-
     for reply, each in zip(Engine(model).run(asked), asked, strict=True):
         ids, n = (*each.tokens, *reply.tokens), len(each.tokens)
         logits = forward(model, ids, n).logits[n - 1 : -1].double().numpy()
