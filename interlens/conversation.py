@@ -68,6 +68,8 @@ class Conversation:
         """Open `capture` blocks, outermost first."""
         self.conditions: list[StopCondition] = []
         """Of the run that is going on."""
+        self.seen: dict[str, dict] = {}
+        """Reader -> index -> how it saw that message last: views are built anew for new messages only."""
         self._calls = 0  # samples and denied steps since the last commit
         self._denied_call = 0  # call number of the next step
         self._fresh = copy.deepcopy((self.communication, self.context_policy))
@@ -312,7 +314,7 @@ class Conversation:
         other.context_policy = copy.deepcopy(self.context_policy)
         other.communication = copy.deepcopy(self.communication)
         other.message_hooks = copy.deepcopy(self.message_hooks)
-        other.capturing, other.conditions = [], []
+        other.capturing, other.conditions, other.seen = [], [], {}
         other._calls = self._denied_call
         if seed is not None:
             other.seed = seed

@@ -38,6 +38,12 @@ class Message:
     records: tuple[ActivationRecord, ...] = field(default=(), compare=False, repr=False)
     """Records of a `capture=` given to this very turn; never saved. Blocks of `conv.capture` have their own cache."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Another author or content is not what the recorded tokens say: they are forgotten."""
+        if name in ("author", "content") and self.__dict__.get("fed") is not None and value != getattr(self, name):
+            self.__dict__.update(fed=None, records=())
+        self.__dict__[name] = value
+
     def copy(self, **changes: Any) -> Message:
         """A copy with its own metadata. Changing author or content forgets the recorded tokens."""
         if changes.get("content", self.content) != self.content or changes.get("author", self.author) != self.author:

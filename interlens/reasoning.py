@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 FAMILIES = {
@@ -34,6 +35,11 @@ class Markers:
     opened: bool = False
     blank: frozenset[int] = frozenset()
     """Tokens that may stand before a marker that must be at the start of a reply (white space)."""
+
+    @cached_property
+    def first_ids(self) -> frozenset[int]:
+        """Tokens with which a marker begins."""
+        return frozenset(marker[0] for marker in (*self.open, *self.close))
 
 
 class PhaseTracker:
@@ -98,6 +104,8 @@ def split_reply(tokens: tuple[int, ...], markers: Markers | None) -> tuple[tuple
     marker that nothing opened is reasoning.
     """
     markers = markers or Markers()
+    if not markers.opened and markers.first_ids.isdisjoint(tokens):
+        return (), tokens
     reasoning: list[int] = []
     answer: list[int] = []
     inside, at_start, i = markers.opened, True, 0

@@ -192,7 +192,9 @@ class APIParticipant(Participant):
     def _check_budget(self) -> None:
         used = self.usage
         if self.max_cost is not None and used.cost >= self.max_cost:
-            raise BudgetExceeded(f"{self.name!r} has spent ${used.cost:.4f} of max_cost=${self.max_cost}; raise it to go on")
+            raise BudgetExceeded(
+                f"{self.name!r} has spent ${used.cost:.4f} of max_cost=${self.max_cost}; raise it to go on"
+            )
         tokens = used.prompt_tokens + used.completion_tokens
         if self.max_tokens_total is not None and tokens >= self.max_tokens_total:
             raise BudgetExceeded(f"{self.name!r} has used {tokens} of max_tokens_total={self.max_tokens_total} tokens")
@@ -218,6 +220,7 @@ class _Line:
             if self._client is None:
                 self._client = make(self._api_key)
             return self._client
+
 
 def _wait(error: BaseException, attempt: int, backoff_s: float) -> float | None:
     """Seconds until the next try; None if another try cannot help."""

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ..message import Fed, Message
@@ -48,6 +49,10 @@ class ModelParticipant(Participant):
         self.max_tool_iters = max_tool_iters
         self.steering = steering
         self.adapter = adapter
+        self._rendered: Any = None  # the last view, so that the next one only goes through what is new
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_rendered": None}
 
     # -- what it runs on --------------------------------------------------------------------------------------------
     @property
@@ -109,10 +114,18 @@ class ModelParticipant(Participant):
         """The view as this model is fed it (a `views.Rendered`)."""
         from ..views.render import render
 
-        return render(view, self.template, generate=generate, thinking=self._thinking_flag, markers=self.markers())
+        last, template, markers = self._rendered, self.template, self.markers()
+        if last is not None and (last.template is not template or last.thinking != self._thinking_flag):
+            last = None
+        if last is None or last.view is not view or last.layout.markers is not markers or not generate:
+            last = render(view, template, generate=generate, thinking=self._thinking_flag, markers=markers, last=last)
+            if generate:
+                self._rendered = last
+        return last
 
     def clone(self) -> ModelParticipant:
         other = copy.copy(self)
+        other._rendered = None
         other.private_context = tuple(self.private_context)
         return other
 
@@ -170,7 +183,7 @@ def budget(participant: ModelParticipant, options: TurnOptions) -> int:
     return participant.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Made:
     """One generation, and what it becomes."""
 
@@ -180,22 +193,22 @@ class _Made:
     reply: Any
     template: Any
 
-    @property
+    @cached_property
     def phases(self) -> tuple[str, ...]:
         return tuple(self.reply.phases) or phases_of(self.reply.tokens, self.asked.layout.markers)
 
-    @property
+    @cached_property
     def fed(self) -> Fed:
         return Fed(
             prompt=self.asked.tokens, generated=tuple(self.reply.tokens), phases=self.phases, layout=self.asked.layout,
             template_hash=self.template.hash,
         )  # fmt: skip
 
-    @property
+    @cached_property
     def raw(self) -> str:
         return self.participant.tokenizer.decode(list(self.reply.tokens), skip_special_tokens=False)
 
-    @property
+    @cached_property
     def halves(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         tokens = tuple(self.reply.tokens)
         if tokens and tokens[-1] in self.asked.sampling.stop_ids:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 CACHE_SIZE = 65536
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """One part of a prompt. `text` for markup and content, `ids` for tokens; a mark is a position."""
 
     kind: Literal["markup", "content", "tokens", "mark"]
@@ -28,14 +28,30 @@ class Item:
     ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Tokens:
-    """Token ids of a stream, and where its contents and marks are: half-open, absolute."""
+    """Token ids of a stream, and where its contents and marks are: half-open, absolute. Not to be changed."""
 
-    ids: tuple[int, ...]
-    contents: tuple[tuple[int | None, int, int], ...]
+    items: list[Item]
+    ids: list[int] = field(default_factory=list)
+    contents: list[tuple[int | None, int, int]] = field(default_factory=list)
     """(transcript index or None, start, stop), in order."""
-    marks: tuple[int, ...]
+    marks: list[int] = field(default_factory=list)
+    special: list[tuple[int, int]] = field(default_factory=list)
+    """Spans of markup, and of special tokens within contents."""
+    joints: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    """Places from which a stream that begins alike may go on: lengths of items, ids, contents, marks, special."""
+
+    def until(self, items: list[Item]) -> Tokens:
+        """A copy of what can be kept for `items`: everything up to the last joint in their common beginning."""
+        common = next((n for n, (a, b) in enumerate(zip(self.items, items, strict=False)) if a != b), None)
+        common = min(len(self.items), len(items)) if common is None else common
+        joints = [j for j in self.joints if j[0] <= common]
+        _, ids, contents, marks, special = joints[-1] if joints else (0, 0, 0, 0, 0)
+        return Tokens(
+            items=items, ids=self.ids[:ids], contents=self.contents[:contents], marks=self.marks[:marks],
+            special=self.special[:special], joints=joints,
+        )  # fmt: skip
 
 
 class Segments:
@@ -43,6 +59,8 @@ class Segments:
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
+        self.special_ids: frozenset[int] = frozenset()
+        """Ids that count as special inside a content too."""
         added = sorted(tokenizer.added_tokens_decoder.items(), key=lambda entry: -len(entry[1].content))
         cuts = [a.content for _, a in added if not a.lstrip and not a.single_word and a.content]
         specials = [a.content for _, a in added if a.special and a.content]
@@ -55,52 +73,67 @@ class Segments:
         self._cuts: dict[str, tuple[str, ...]] = {}
         self._lock = threading.Lock()
 
-    def tokens(self, items: list[Item]) -> Tokens:
-        """Token ids of a stream of items."""
-        ids: list[int] = []
-        contents: list[tuple[int | None, int, int]] = []
-        marks: list[int] = []
+    def tokens(self, items: list[Item], before: Tokens | None = None) -> Tokens:
+        """Token ids of a stream of items. `before`: an earlier stream, of which a common beginning is taken over."""
+        made = before.until(items) if before is not None else Tokens(items=items)
+        done = made.joints[-1][0] if made.joints else 0
         piece: list[Item] = []
-        fresh = True  # the piece starts where the tokeniser would see a start
-
-        def flush() -> None:
-            nonlocal fresh
-            if piece:
-                piece_ids, spans, piece_marks = self._piece(tuple((i.kind, i.text) for i in piece), fresh)
-                base = len(ids)
-                owners = [i.index for i in piece if i.kind == "content"]
-                contents.extend((owner, base + s, base + e) for owner, (s, e) in zip(owners, spans, strict=True))
-                marks.extend(base + m for m in piece_marks)
-                ids.extend(piece_ids)
-                piece.clear()
-                fresh = False
-
-        for item in items:
+        for n in range(done, len(items)):
+            item = items[n]
             if item.kind == "tokens":
-                flush()
-                contents.append((item.index, len(ids), len(ids) + len(item.ids)))
-                ids.extend(item.ids)
-                fresh = False
+                self._flush(piece, made)
+                self._content(made, item.index, len(made.ids), item.ids)
+                made.joints.append((n + 1, len(made.ids), len(made.contents), len(made.marks), len(made.special)))
             elif item.kind == "markup":
                 first, *rest = self._cut_markup(item.text)
                 if first:
                     piece.append(Item("markup", first))
                 for text in rest:
-                    flush()
+                    self._flush(piece, made)
                     piece.append(Item("markup", text))
             elif item.kind == "mark" and not piece:
-                marks.append(len(ids))
+                made.marks.append(len(made.ids))
             else:
                 piece.append(item)
-        flush()
-        return Tokens(ids=tuple(ids), contents=tuple(contents), marks=tuple(marks))
+        self._flush(piece, made)
+        if made.contents and made.contents[-1][2] < len(made.ids):
+            made.special.append((made.contents[-1][2], len(made.ids)))
+        elif not made.contents and made.ids:
+            made.special.append((0, len(made.ids)))
+        return made
+
+    def _flush(self, piece: list[Item], made: Tokens) -> None:
+        """Tokenise what has gathered."""
+        if not piece:
+            return
+        fresh = not made.ids and not made.joints  # where the tokeniser would see a start
+        ids, spans, marks = self._piece(tuple((i.kind, i.text) for i in piece), fresh)
+        base = len(made.ids)
+        made.marks += [base + m for m in marks]
+        done, owners = 0, [i.index for i in piece if i.kind == "content"]
+        for owner, (start, stop) in zip(owners, spans, strict=True):
+            made.ids += ids[done:start]
+            self._content(made, owner, base + start, ids[start:stop])
+            done = stop
+        made.ids += ids[done:]
+        piece.clear()
+
+    def _content(self, made: Tokens, index: int | None, start: int, ids: tuple[int, ...]) -> None:
+        """Add a content; what lies between it and the one before is markup."""
+        end = made.contents[-1][2] if made.contents else 0
+        if start > end:
+            made.special.append((end, start))
+        if not self.special_ids.isdisjoint(ids):
+            made.special += [(start + n, start + n + 1) for n, i in enumerate(ids) if i in self.special_ids]
+        made.ids += ids
+        made.contents.append((index, start, start + len(ids)))
 
     def _cut_markup(self, text: str) -> tuple[str, ...]:
         """`text` cut in front of every special token: the first part is what comes before the first (maybe "")."""
         if text not in self._cuts:
             starts = [m.start() for m in self._cut.finditer(text)] if self._cut else []
             edges = [0, *starts, len(text)]
-            self._cuts[text] = tuple(text[a:b] for a, b in zip(edges, edges[1:], strict=False))
+            self._cuts[text] = tuple(text[a:b] for a, b in pairwise(edges))
         return self._cuts[text]
 
     def end_of_first_special(self, text: str) -> int:

@@ -115,7 +115,7 @@ class Template:
 
     def content(self, text: str, n: int, shape: Shape) -> str:
         """What the template makes of `text` as the content of slot n (trimmed, escaped); usually `text` itself."""
-        if shape.roles[n] != "tool" and text and text == text.strip() and "<" not in text and "[" not in text:
+        if shape.roles[n] != "tool" and self.leaves(text):
             return text
         role, key = shape.roles[n], (shape, n, text)
         if key not in self._contents:
@@ -132,6 +132,11 @@ class Template:
             while len(self._contents) > SKELETONS:
                 self._contents.popitem(last=False)
         return self._contents[key]
+
+    @staticmethod
+    def leaves(text: str) -> bool:
+        """Whether templates leave such a content as it is."""
+        return bool(text) and text == text.strip() and "<" not in text and "[" not in text
 
     def _around(self, parts: list[str], n: int) -> tuple[str, str]:
         before = "".join(parts[m] + hole(m) for m in range(n)) + parts[n]
@@ -277,4 +282,5 @@ def template_of(tokenizer: Any) -> Template:
             if not known.takes("user", "assistant", "user"):
                 del _templates[tokenizer]
                 known.skeleton(Shape(("user", "assistant", "user")))
+            known.segments.special_ids = known.special_ids
         return known

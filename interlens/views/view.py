@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..message import Fed
+from ..message import Fed, Message
 
 if TYPE_CHECKING:
     from ..conversation import Conversation
@@ -95,21 +95,27 @@ def build(conversation: Conversation, participant: Participant, extra: Sequence[
     for item in participant.private_context:
         content, role, author = fill(item.content, row), item.role_hint, item.author
         messages.append(ViewMessage(role=role, content=content, author=author))
-    visible = conversation.communication.visible
+    visible, seen = conversation.communication.visible, conversation.seen.setdefault(participant.name, {})
     for index, message in enumerate([*conversation.transcript, *extra]):
         own = message.author == participant.name
         if not own and not visible(conversation, index, message, participant.name):
             continue
         keep = visibility == "shared" or (own and visibility == "self_retain")
-        messages.append(
-            ViewMessage(
-                role="assistant" if own else "user", content=message.content, author=message.author, index=index,
-                fed=message.fed if own else None, keep_reasoning=keep,
-                reasoning=str(message.metadata.get("reasoning") or "") if keep else "",
-            )
-        )  # fmt: skip
+        state = (message.author, message.content, message.fed, own, keep)
+        known = seen.get(index)
+        if known is None or known[0] is not message or known[1] != state:
+            known = seen[index] = (message, state, _seen(message, index, own, keep))
+        messages.append(known[2])
     return View(
         pov=participant.name, messages=tuple(messages), speakers=tuple(p.name for p in conversation.participants),
         moderator=conversation.moderator_name, branch_start=conversation.branch_start,
         tools=(*getattr(participant, "tools", ()), *conversation.communication.tools(conversation, participant.name)),
+    )  # fmt: skip
+
+
+def _seen(message: Message, index: int, own: bool, keep: bool) -> ViewMessage:
+    return ViewMessage(
+        role="assistant" if own else "user", content=message.content, author=message.author, index=index,
+        fed=message.fed if own else None, keep_reasoning=keep,
+        reasoning=str(message.metadata.get("reasoning") or "") if keep else "",
     )  # fmt: skip

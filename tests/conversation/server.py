@@ -35,7 +35,9 @@ class ChatServer:
 
 
 def _openai(message: Any) -> dict:
-    message = {"role": "assistant", "content": message} if isinstance(message, str) else {"role": "assistant", **message}
+    message = (
+        {"role": "assistant", "content": message} if isinstance(message, str) else {"role": "assistant", **message}
+    )
     reason = "tool_calls" if message.get("tool_calls") else "stop"
     choice = {"index": 0, "message": message, "finish_reason": reason}
     usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
@@ -87,7 +89,11 @@ def serve(chat: ChatServer):
 
         def _send(self, status: int, data: bytes, headers: dict[str, str]):
             self.send_response(status)
-            for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data)), **headers}.items():
+            for name, value in {
+                "Content-Type": "application/json",
+                "Content-Length": str(len(data)),
+                **headers,
+            }.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(data)

@@ -162,7 +162,10 @@ def test_tools(provider):
         script = [{"content": None, "tool_calls": calls}, {"content": "", "tool_calls": bad}, "It is a soup."]
     else:
         call = {"type": "tool_use", "id": "c1", "name": "lookup", "input": {"word": "ramen"}}
-        script = [{"blocks": [{"type": "text", "text": "Let me see."}, call]}, {"blocks": [call | {"id": "c2", "input": {}}]}]
+        script = [
+            {"blocks": [{"type": "text", "text": "Let me see."}, call]},
+            {"blocks": [call | {"id": "c2", "input": {}}]},
+        ]
         script.append("It is a soup.")
     chat = ChatServer(script)
     with serve(chat) as url:

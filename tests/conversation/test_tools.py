@@ -5,7 +5,17 @@ import json
 import pytest
 
 from interlens import Conversation, MessagingPolicy, ToolRegistry
-from interlens.tools import Call, Tool, family_of, parse_gemma, parse_harmony, parse_hermes, parse_llama, parse_mistral, parse_pythonic
+from interlens.tools import (
+    Call,
+    Tool,
+    family_of,
+    parse_gemma,
+    parse_harmony,
+    parse_hermes,
+    parse_llama,
+    parse_mistral,
+    parse_pythonic,
+)
 from interlens.views import template_of
 
 from .scripted import speaker
@@ -57,7 +67,10 @@ WANTED = Call(name="add", arguments={"a": 2, "b": 3})
 def test_every_family_writes_the_same_call(parse, text):
     rest, calls = parse(text)
     assert calls == [WANTED] and rest.strip() == ""
-    assert parse("Nothing to call, just {braces} and [brackets].") == ("Nothing to call, just {braces} and [brackets].", [])
+    assert parse("Nothing to call, just {braces} and [brackets].") == (
+        "Nothing to call, just {braces} and [brackets].",
+        [],
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,7 +95,9 @@ def test_a_broken_call_becomes_an_error_result(parse, text, wrong):
 def test_several_calls():
     two = '{"name": "add", "parameters": {"a": 2, "b": 3}}'
     assert parse_llama(f"{two}; {two}")[1] == [WANTED, WANTED]
-    assert parse_mistral('[TOOL_CALLS]add[ARGS]{"a": 2, "b": 3}[TOOL_CALLS]add[ARGS]{"a": 2, "b": 3}')[1] == [WANTED] * 2
+    assert (
+        parse_mistral('[TOOL_CALLS]add[ARGS]{"a": 2, "b": 3}[TOOL_CALLS]add[ARGS]{"a": 2, "b": 3}')[1] == [WANTED] * 2
+    )
 
 
 def test_schemas_come_from_hints_and_docstrings():

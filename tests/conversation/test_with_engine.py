@@ -40,7 +40,17 @@ def conversation(model):
 def same_records(a, b):
     assert len(a) == len(b) > 0
     for x, y in zip(a, b, strict=True):
-        for name in ("participant", "message_idx", "layer", "site", "token_span", "phases", "tokens", "positions", "sample"):
+        for name in (
+            "participant",
+            "message_idx",
+            "layer",
+            "site",
+            "token_span",
+            "phases",
+            "tokens",
+            "positions",
+            "sample",
+        ):
             assert getattr(x, name) == getattr(y, name), name
         torch.testing.assert_close(x.tensor, y.tensor, rtol=1e-4, atol=1e-5)
 
@@ -74,13 +84,17 @@ def test_records_have_addresses_and_describe_their_rows(conversation):
         ("bob", 1, 0, None), ("bob", 1, 2, None), ("alice", 3, 0, 1), ("alice", 3, 2, 1), ("alice", 2, 0, None),
         ("alice", 2, 2, None), ("alice", 4, 0, 1), ("alice", 4, 2, 1), ("bob", 4, 0, 2), ("bob", 4, 2, 2),
     ]  # fmt: skip
-    assert {(r.participant, r.site, r.pool, tuple(r.tensor.shape)) for r in inner} == {("alice", "mlp", "mean", (1, 32))}
+    assert {(r.participant, r.site, r.pool, tuple(r.tensor.shape)) for r in inner} == {
+        ("alice", "mlp", "mean", (1, 32))
+    }
     record = outer.at(participant="bob", layer=2, sample=None), outer.query(participant="bob", layer=2, sample=None)[0]
     assert record[0] is record[1].tensor and len(record[0]) == len(one.fed.prompt) + one.metadata["n_tokens"]
     assert record[1].tokens == (*one.fed.prompt, *one.fed.generated)
     start, stop = record[1].phases["answer"]
     assert stop - start == one.metadata["n_tokens"] and two.records == ()
-    taken = conversation.step("bob", capture=[CaptureSpec(layers=(1,)), CaptureSpec(layers=(1,), tokens=Select.message(0))])
+    taken = conversation.step(
+        "bob", capture=[CaptureSpec(layers=(1,)), CaptureSpec(layers=(1,), tokens=Select.message(0))]
+    )
     assert [r.selection for r in taken.records] == ["all()", "message(0)"]
     assert family("qwen3").decode(list(taken.records[1].tokens)) == "Talk."
 
@@ -132,7 +146,9 @@ def test_a_participant_travels_without_its_weights(conversation):
 
 def test_save_load_continue_is_continue(conversation, tmp_path, model):
     direction = torch.randn(32, generator=torch.Generator().manual_seed(3))
-    conversation.participant("bob").steering = SteeringSpec({1: direction}, layers=1, coef=3.0, tokens=Select.generated())
+    conversation.participant("bob").steering = SteeringSpec(
+        {1: direction}, layers=1, coef=3.0, tokens=Select.generated()
+    )
     conversation.key = ("item", 2)
     conversation.run(turns=3)
     conversation.save(tmp_path / "talk")
@@ -165,7 +181,9 @@ def test_steering_by_phase_meets_the_captured_phase(model):
     close = tokenizer.convert_tokens_to_ids("</think>")
     with torch.no_grad():
         small.lm_head.weight[close] *= 12.0  # closes its thoughts often
-    alice = AutoModelParticipant.from_model(small, tokenizer, name="alice", max_new_tokens=24, temperature=2.0, top_p=None)
+    alice = AutoModelParticipant.from_model(
+        small, tokenizer, name="alice", max_new_tokens=24, temperature=2.0, top_p=None
+    )
     talk = Conversation([alice], shared_context="Think.")
     spec = SteeringSpec(torch.ones(32), layers=0, mode="replace", coef=100.0, tokens=Select.phase("answer"))
     report = talk.rollout(12, turns=1, capture=CaptureSpec(layers=(0,)))
