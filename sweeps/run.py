@@ -5,11 +5,10 @@ What no commit names does not exist here. A cell that failed and was retried is 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import pyarrow as pa
@@ -20,29 +19,38 @@ from . import rows, store, tables, tensors
 from .config import ConfigError, SweepConfig, did_you_mean
 from .places import Remote, arrow, place
 from .planfile import PlanFile
+from .records import Records
 from .store import Commit
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from interlens.interp.activation_cache import ActivationCache, ActivationRecord
+    from interlens.conversation import Conversation
     from interlens.message import Message
+
+    from .runs import Runs
 
 TABLES = {
     "messages": tables.MESSAGES,
     "records": tables.RECORDS,
     "outcomes": tables.OUTCOMES,
     "failures": tables.FAILURES,
+    "routing": tables.ROUTING,
 }
-FILTERS = ("cell", "trunk", "participant", "message_idx", "layer", "site", "model", "pool", "source")
 
 
-def open(path: str | Path | Remote) -> Run:
-    """A run folder. ConfigError where there is none or its schema is unknown."""
-    return Run(path)
+@overload
+def open(path: str | Path | Remote) -> Run: ...
+@overload
+def open(path: Sequence[str | Path | Remote]) -> Runs: ...
+def open(path: str | Path | Remote | Sequence[str | Path | Remote]) -> Run | Runs:
+    """A run folder, local or an fsspec URL; or several read together. ConfigError: none there, or an unknown schema."""
+    if isinstance(path, (str, Path, Remote)):
+        return Run(path)
+    from .runs import Runs
+
+    return Runs([Run(one) for one in path])
 
 
-class Run:
+class Run(Records):
     """One run folder, as far as it is committed when it is first read; `refresh` looks again."""
 
     def __init__(self, path: str | Path | Remote):
@@ -108,9 +116,10 @@ class Run:
 
     def files(self, table: str) -> list[str]:
         """Absolute paths of the committed files of messages, records, activations, stats, outcomes or failures."""
-        return [self._full(f["path"]) for c in self._commits for f in c.files if f["table"] == table]
+        return [self.full_path(f["path"]) for c in self._commits for f in c.files if f["table"] == table]
 
-    def _full(self, path: str) -> str:
+    def full_path(self, path: str) -> str:
+        """The absolute path of a file of this folder. Damaged: it lies outside."""
         if ".." in path.split("/") or path.startswith("/"):
             raise store.Damaged(f"a commit in {str(self.root)!r} names {path!r}, outside the run folder")
         return str(self.root / path)
@@ -151,13 +160,13 @@ class Run:
             for n, t in zip(*(table[c].to_pylist() for c in ("numbers", "texts")), strict=True)
         ]
         names = list(dict.fromkeys(name for row in found for name in row))
-        joined = self._joined(table.select(["cell", "trunk"]))
+        joined = self.joined(table.select(["cell", "trunk"]))
         for name in names:
             taken = name if name not in joined.column_names else f"outcome.{name}"
             joined = joined.append_column(taken, pa.array([row.get(name) for row in found]))
         return joined
 
-    def _joined(self, table: pa.Table) -> pa.Table:
+    def joined(self, table: pa.Table) -> pa.Table:
         """`table` with item, seeds and axes of its cells (of a trunk's own rows: item and trunk seed)."""
         by_cell = self.cells.take(pc.index_in(table["cell"], self.cells["cell"].combine_chunks()))
         first = pc.index_in(table["trunk"], self.cells["trunk"].combine_chunks())
@@ -194,7 +203,7 @@ class Run:
         return [rows.message(row) for row in found]
 
     def _message_rows(self, commit: Commit, filter: Any) -> list[dict[str, Any]]:
-        files = [self._full(f["path"]) for f in commit.files if f["table"] == "messages"]
+        files = [self.full_path(f["path"]) for f in commit.files if f["table"] == "messages"]
         found = self.dataset("messages", files).to_table(filter=filter).to_pylist() if files else []
         return sorted(found, key=lambda row: row["message_idx"])
 
@@ -242,92 +251,25 @@ class Run:
                 return commit
         raise KeyError(f"cell {cell!r} is {row['state']}; only finished cells have messages")
 
-    # ---- activations
+    def conversation(self, cell: str) -> Conversation:
+        """A live Conversation with a cell's messages, participants and seeds: to go on, branch or steer. Loads models.
 
-    def query(self, *, where: Any = None, **filters: Any) -> list[ActivationRecord]:
-        """Records that match, in stored order, their tensors memory-mapped.
-
-        Filters: cell, trunk, participant, message_idx, layer, site, model, pool, source; a value, a list of values, or
-        None where None is a value (cell: the trunk's own; pool: unpooled). `where`: a pyarrow expression besides.
+        Its view is rendered to the recorded tokens; a `step` is keyed as the next turn of the cell would be.
         """
-        return [self._record(row) for row in self._index(where, filters).to_pylist()]
+        from .casting import Models, Setting
+        from .plan import applied
 
-    def at(self, **filters: Any) -> Tensor:
-        """The tensor of exactly one record, else KeyError saying how many and what distinguishes them."""
-        table = self._index(filters.pop("where", None), filters)
-        if table.num_rows == 1:
-            return self._record(table.to_pylist()[0]).tensor
-        differ = [
-            f"{name}: {', '.join(map(str, values[:6]))}"
-            for name in FILTERS
-            if name in table.column_names and len(values := pc.unique(table[name]).to_pylist()) > 1
-        ]
-        given = ", ".join(f"{k}={v!r}" for k, v in filters.items()) or "no filter"
-        hint = f"; they differ in {'; '.join(differ)}" if differ else ""
-        raise KeyError(f"{table.num_rows} records for {given}{hint}")
-
-    def cache(self, cell: str) -> ActivationCache:
-        """An ActivationCache of a cell's records, its trunk's included."""
-        from interlens.interp.activation_cache import ActivationCache
-
-        trunk = self.plan_row(cell)["trunk"]
-        cache = ActivationCache()
-        cache.add_batch([*self.query(trunk=trunk, cell=None), *self.query(cell=cell)])
-        return cache
-
-    def vectors(self, *, site: str = "residual", layer: int | None = None, participant: str | None = None,
-                pool: str = "mean", where: Any = None) -> tuple[np.ndarray, pa.Table]:  # fmt: skip
-        """Pooled records as one array [N, D] float32, and the table of their N rows.
-
-        The table has the index columns and the cell's item, axes and seeds; a trunk's own records have cell null.
-        `where`: a pyarrow expression over the index columns.
-        """
-        filters: dict[str, Any] = {"site": site, "pool": pool}
-        filters |= {k: v for k, v in (("layer", layer), ("participant", participant)) if v is not None}
-        table = self._index(where, filters)
-        found = self._gather(table)
-        return found, self._joined(table)
-
-    def _gather(self, table: pa.Table) -> np.ndarray:
-        """The first row of every record of an index table, as float32 [N, D]. One copy, file by file."""
-        if not table.num_rows:
-            return np.zeros((0, 0), np.float32)
-        place = pc.binary_join_element_wise(table["file"], table["key"], "|").combine_chunks().dictionary_encode()
-        codes, starts = place.indices.to_numpy(), table["row_start"].to_numpy()
-        out: np.ndarray | None = None
-        for code, name in enumerate(place.dictionary.to_pylist()):
-            file, _, key = name.rpartition("|")
-            mapped = self._mapped(file)
-            matrix = mapped.rows(key, 0, mapped.entries[key].shape[0])
-            at = np.flatnonzero(codes == code)
-            taken = matrix[starts[at]].float().numpy()
-            if out is None:
-                out = np.empty((table.num_rows, taken.shape[1]), np.float32)
-            if taken.shape[1] != out.shape[1]:
-                raise ValueError(
-                    f"these records have widths {out.shape[1]} and {taken.shape[1]}; filter by model or site"
-                )
-            out[at] = taken
-        assert out is not None
-        return out
-
-    def _index(self, where: Any, filters: Mapping[str, Any]) -> pa.Table:
-        expression = where
-        for name, value in filters.items():
-            if name not in FILTERS:
-                raise KeyError(f"no filter {name!r}{did_you_mean(name, FILTERS)}")
-            field = pc.field(name)
-            many = isinstance(value, (list, tuple, set))
-            part = field.is_null() if value is None else field.isin(list(value)) if many else field == value
-            expression = part if expression is None else expression & part
-        return self.dataset("records").to_table(filter=expression)
-
-    def _record(self, row: Mapping[str, Any]) -> ActivationRecord:
-        return rows.record(row, self._mapped(row["file"]).rows(row["key"], row["row_start"], row["row_end"]))
-
-    @functools.lru_cache(maxsize=256)  # noqa: B019 (maps live as long as somebody uses their tensors)
-    def _mapped(self, file: str) -> tensors.MappedFile:
-        return tensors.open_file(place(self._full(file)))
+        planned = self.plan_row(cell)
+        unit = self.plan.unit(planned["unit"])
+        condition = next(c.condition for c in unit.cells if c.id == cell)
+        began = SweepConfig.from_dict(store.read_yaml(self.root, f"config-{unit.part}.yaml"))
+        config = applied(began, condition)
+        setting = Setting(config, Models(config), self.root)
+        made = setting.conversation("branch", unit.items[planned["item"]], self.messages(cell))
+        made.key = (planned["item"], planned["trunk_seed"], planned["branch_seed"])
+        if shared := self.num_trunk_messages(cell):
+            made.branch_start = shared
+        return made
 
     # ---- sums
 

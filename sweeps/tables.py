@@ -64,6 +64,19 @@ OUTCOMES = _schema([
 FAILURES = _schema([*_WHO, ("error", pa.string()), ("traceback", pa.string()), ("attempts", pa.int32())])
 """cell is null where the trunk itself failed."""
 
+ROUTING = _schema([
+    *_WHO,
+    ("model", pa.string()),
+    ("participant", pa.string()),
+    ("message_idx", pa.int32()),  # null: all of the cell's messages together
+    ("phase", pa.string()),
+    ("layer", pa.int32()),
+    ("tokens", pa.int64()),
+    ("top_k", pa.int32()),
+    ("counts", pa.list_(pa.int64())),  # picks per expert; they sum to tokens * top_k
+    ("mass", pa.list_(pa.float16())),  # mean score per expert; null where scores were not kept
+])  # fmt: skip
+
 PLAN = _schema([
     ("cell", pa.string()), ("item", pa.string()), ("trunk", pa.string()), ("trunk_seed", pa.int64()),
     ("branch_seed", pa.int64()), ("unit", pa.string()), ("cast", pa.string()), ("owned", pa.bool_()),

@@ -161,7 +161,7 @@ def _check_rows(run: Run, commit: Commit, found: Verdict) -> None:
         for (_, end), (start, _) in itertools.pairwise(spans):
             if start < end:
                 found.problems.append(f"{file}: rows {start} to {end} of {key} belong to two records")
-    for table in ("outcomes", "failures"):
+    for table in ("outcomes", "failures", "routing"):
         for row in _rows(run, table, files):
             _check_owner(row, table, commit, found)
     if commit.cells and files["messages"] and (silent := ids - {k[1] for k in said} - set(commit.failed)):

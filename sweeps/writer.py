@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from interlens.interp.activation_cache import ActivationRecord
     from interlens.message import Message
 
+_TABLES = ("messages", "outcomes", "failures", "routing")
 FILE_BYTES = 512_000_000
 """An activation file is closed at about this size."""
 
@@ -37,7 +38,7 @@ class UnitWriter:
         """`models`: participant -> model name, the partition of its records. `attempt`: 8 hex digits, None: random."""
         self.root, self.unit, self.models = root, unit, dict(models)
         self.attempt = attempt or secrets.token_hex(4)
-        self._rows: dict[str, list[dict[str, Any]]] = {name: [] for name in ("messages", "outcomes", "failures")}
+        self._rows: dict[str, list[dict[str, Any]]] = {name: [] for name in _TABLES}
         self._records: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self._shards: dict[str, _Shard] = {}
         self._sums: dict[str, np.ndarray] = {}
@@ -71,6 +72,16 @@ class UnitWriter:
         """The trunk failed; its cells are failed by the caller with its error."""
         self._fail(self._trunks, trunk, {"trunk": trunk, "cell": None}, error, traceback, attempts)
 
+    def add_routing(self, cell: Cell, found: Iterable[Mapping[str, Any]]) -> None:
+        """Routing of a finished cell: rows with participant, message_idx (None: all), phase, layer, tokens, top_k,
+        counts [E] and mass [E] or None."""
+        who = self._who({"trunk": cell.trunk, "cell": cell.id})
+        for row in found:
+            mass = None if row.get("mass") is None else np.asarray(row["mass"], np.float16).tolist()
+            counts = np.asarray(row["counts"], np.int64).tolist()
+            model = self.models[row["participant"]]
+            self._rows["routing"].append({**who, "model": model, **row, "counts": counts, "mass": mass})
+
     def add_sums(self, name: str, state: Mapping[str, np.ndarray]) -> None:
         """A sum's state over this unit's finished cells (float64 arrays)."""
         for key, value in state.items():
@@ -84,7 +95,7 @@ class UnitWriter:
         """Flush everything and close the unit: "won", or "lost" where another attempt had closed it."""
         for shard in self._shards.values():
             self._flush(shard)
-        for name in ("messages", "outcomes", "failures"):
+        for name in _TABLES:
             if self._rows[name]:
                 schema = getattr(tables, name.upper())
                 self._write_table(name, f"{name}/{self._name}.parquet", self._rows[name], schema)

@@ -32,7 +32,7 @@ def files(root="."):
 def test_a_run_from_plan_to_report(capsys):
     arguments = [*SCRIPTED, "grid.framing={warm: w, cold: c}"]
     assert main(["plan", *arguments]) == 0
-    assert "8 cells in 1 units; 2 items, 2 trunks" in capsys.readouterr().out and files() == []
+    assert "8 cells in 1 units: 2 items, 2 trunks of 1 turns" in capsys.readouterr().out and files() == []
     assert main(["run", *arguments]) == 0
     run = sweeps.open("runs/sweep")
     assert run.counts == {"done": 8, "failed": 0, "pending": 0}

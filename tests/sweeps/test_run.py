@@ -209,3 +209,56 @@ def test_gc_deletes_only_what_no_commit_will_ever_name(root, tmp_path):
     assert left == before - {leftover}
     found = verify(root, deep=True)
     assert found.ok and any("notes.txt" in note for note in found.notes)
+
+
+def test_several_runs_are_read_together(root, tmp_path):
+    config = talk.config(tmp_path, scenario={**talk.SCENARIO, "seed": 9}, run={"dir": str(tmp_path / "other")},
+                         grid={"scenario.participants.bob.temperature": [0.1, 0.2]})  # fmt: skip
+    folder.enter(config, config.run.dir)
+    unit = next(iter(expand(config)))
+    writer = UnitWriter(config.run.dir, unit, {"alice": "tiny", "bob": "tiny"})
+    for cell in unit.cells:
+        writer.add_cell(cell, [talk.said("bob", "other", 1)], answer(0, 100.0), {"words": 1}, start=0)
+    writer.commit()
+    both = sweeps.open([root, config.run.dir])
+    assert both.cells.num_rows == 48 and len(both) == 2
+    x, table = both.vectors(layer=1)
+    assert x.shape == (32, 8) and set(table["run"].to_pylist()) == {str(root), config.run.dir}
+    assert table["framing"].null_count == 8 and both.outcomes().num_rows == 32
+    assert both.messages(unit.cells[0].id)[-1].content == "other" and len(both.query(layer=3)) == 32
+    assert len(both.files("records")) == 4
+    with pytest.raises(KeyError, match="none of 2 runs"):
+        both.messages("nope")
+
+
+def test_routing_is_merged_by_tokens(root, tmp_path):
+    from interlens.interp.expert_load import RoutingStats
+
+    config = talk.config(tmp_path, run={"dir": str(tmp_path / "moe")})
+    folder.enter(config, config.run.dir)
+    unit = next(iter(expand(config)))
+    writer = UnitWriter(config.run.dir, unit, {"alice": "tiny", "bob": "tiny"})
+    expected = []
+    for n, cell in enumerate(unit.cells):
+        writer.add_cell(cell, [talk.said("bob", "so", 1)])
+        found = []
+        for layer in (0, 1):
+            counts, mass = np.array([n + 1, 1, n + 2 * (layer + 1)]), np.array([0.5, 0.25, 0.25])
+            counts[2] = 2 * (n + 2) - counts[:2].sum()
+            found.append({"participant": "bob", "message_idx": None, "phase": "answer", "layer": layer,
+                          "tokens": n + 2, "top_k": 2, "counts": counts, "mass": mass})  # fmt: skip
+        expected.append(RoutingStats(torch.tensor(np.stack([f["counts"] / f["counts"].sum() for f in found])),
+                                     torch.tensor(np.stack([f["mass"] for f in found])), (0, 1), n + 2, 2))  # fmt: skip
+        writer.add_routing(cell, found)
+    writer.commit()
+    merged = expected[0]
+    for more in expected[1:]:
+        merged = merged.merge(more)
+    run = sweeps.open(config.run.dir)
+    stats = run.routing_stats(participant="bob", phase="answer")
+    assert torch.allclose(stats.expert_load, merged.expert_load, atol=1e-12)
+    assert torch.allclose(stats.expert_mass, merged.expert_mass) and stats.n_tokens == merged.n_tokens
+    assert run.routing_stats(cell=unit.cells[0].id).n_tokens == 2
+    with pytest.raises(KeyError, match="no routing for"):
+        run.routing_stats(participant="alice")
+    assert verify(config.run.dir, deep=True).ok

@@ -1,0 +1,174 @@
+"""The part of a `Run` that finds activations and routing: by address, memory-mapped, or as one array."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+
+from . import rows, tables, tensors
+from .config import did_you_mean
+from .places import Remote, place
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from interlens.interp.activation_cache import ActivationCache, ActivationRecord
+    from interlens.interp.expert_load import RoutingStats
+
+FILTERS = ("cell", "trunk", "participant", "message_idx", "layer", "site", "model", "pool", "source")
+
+
+class Records(ABC):
+    """Base of `Run`: what it needs of it is abstract here."""
+
+    root: Path | Remote
+
+    @abstractmethod
+    def dataset(self, name: str, files: Sequence[str] | None = None) -> ds.Dataset:
+        """A committed table."""
+
+    @abstractmethod
+    def plan_row(self, cell: str) -> dict[str, Any]:
+        """What was planned."""
+
+    @abstractmethod
+    def joined(self, table: pa.Table) -> pa.Table:
+        """A table with its cells' items, seeds and axes."""
+
+    @abstractmethod
+    def full_path(self, path: str) -> str:
+        """Of a file named by a commit."""
+
+    def query(self, *, where: Any = None, **filters: Any) -> list[ActivationRecord]:
+        """Records that match, in stored order, their tensors memory-mapped.
+
+        Filters: cell, trunk, participant, message_idx, layer, site, model, pool, source; a value, a list of values, or
+        None where None is a value (cell: the trunk's own; pool: unpooled). `where`: a pyarrow expression besides.
+        """
+        return [self._record(row) for row in self._index(where, filters).to_pylist()]
+
+    def at(self, **filters: Any) -> Tensor:
+        """The tensor of exactly one record, else KeyError saying how many and what distinguishes them."""
+        table = self._index(filters.pop("where", None), filters)
+        if table.num_rows == 1:
+            return self._record(table.to_pylist()[0]).tensor
+        differ = [
+            f"{name}: {', '.join(map(str, values[:6]))}"
+            for name in FILTERS
+            if name in table.column_names and len(values := pc.unique(table[name]).to_pylist()) > 1
+        ]
+        given = ", ".join(f"{k}={v!r}" for k, v in filters.items()) or "no filter"
+        hint = f"; they differ in {'; '.join(differ)}" if differ else ""
+        raise KeyError(f"{table.num_rows} records for {given}{hint}")
+
+    def cache(self, cell: str) -> ActivationCache:
+        """An ActivationCache of a cell's records, its trunk's included."""
+        from interlens.interp.activation_cache import ActivationCache
+
+        trunk = self.plan_row(cell)["trunk"]
+        cache = ActivationCache()
+        cache.add_batch([*self.query(trunk=trunk, cell=None), *self.query(cell=cell)])
+        return cache
+
+    def vectors(self, *, site: str = "residual", layer: int | None = None, participant: str | None = None,
+                pool: str = "mean", where: Any = None) -> tuple[np.ndarray, pa.Table]:  # fmt: skip
+        """Pooled records as one array [N, D] float32, and the table of their N rows.
+
+        The table has the index columns and the cell's item, axes and seeds; a trunk's own records have cell null.
+        `where`: a pyarrow expression over the index columns.
+        """
+        filters: dict[str, Any] = {"site": site, "pool": pool}
+        filters |= {k: v for k, v in (("layer", layer), ("participant", participant)) if v is not None}
+        table = self._index(where, filters)
+        found = self._gather(table)
+        return found, self.joined(table)
+
+    def _gather(self, table: pa.Table) -> np.ndarray:
+        """The first row of every record of an index table, as float32 [N, D]. One copy, file by file."""
+        if not table.num_rows:
+            return np.zeros((0, 0), np.float32)
+        place = pc.binary_join_element_wise(table["file"], table["key"], "|").combine_chunks().dictionary_encode()
+        codes, starts = place.indices.to_numpy(), table["row_start"].to_numpy()
+        out: np.ndarray | None = None
+        for code, name in enumerate(place.dictionary.to_pylist()):
+            file, _, key = name.rpartition("|")
+            mapped = self._mapped(file)
+            matrix = mapped.rows(key, 0, mapped.entries[key].shape[0])
+            at = np.flatnonzero(codes == code)
+            taken = matrix[starts[at]].float().numpy()
+            if out is None:
+                out = np.empty((table.num_rows, taken.shape[1]), np.float32)
+            if taken.shape[1] != out.shape[1]:
+                raise ValueError(
+                    f"these records have widths {out.shape[1]} and {taken.shape[1]}; filter by model or site"
+                )
+            out[at] = taken
+        assert out is not None
+        return out
+
+    def _index(self, where: Any, filters: Mapping[str, Any]) -> pa.Table:
+        return self.dataset("records").to_table(filter=_expression(where, filters, FILTERS))
+
+    def _record(self, row: Mapping[str, Any]) -> ActivationRecord:
+        return rows.record(row, self._mapped(row["file"]).rows(row["key"], row["row_start"], row["row_end"]))
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019 (maps live as long as somebody uses their tensors)
+    def _mapped(self, file: str) -> tensors.MappedFile:
+        return tensors.open_file(place(self.full_path(file)))
+
+    def routing_stats(self, *, where: Any = None, **filters: Any) -> RoutingStats:
+        """Routing of everything that matches, merged. Filters: columns of `routing`; `where`: a pyarrow expression.
+
+        KeyError where nothing matches. Rows of one message and rows of whole cells are not mixed: without message_idx
+        only the latter count where there are any.
+        """
+        import torch
+
+        from interlens.interp.expert_load import RoutingStats
+
+        expression = _expression(where, filters, tables.ROUTING.names)
+        table = self.dataset("routing").to_table(filter=expression)
+        whole = table.filter(pc.is_null(table["message_idx"]))
+        table = whole if whole.num_rows and "message_idx" not in filters else table
+        if not table.num_rows:
+            raise KeyError(f"no routing for {filters}; this run has {self.dataset('routing').count_rows()} rows")
+        layers = tuple(sorted(pc.unique(table["layer"]).to_pylist()))
+        load, mass, tokens = [], [], set()
+        for layer in layers:
+            part = table.filter(pc.equal(table["layer"], layer))
+            each = part["tokens"].to_numpy()
+            counts = np.stack(part["counts"].to_numpy(zero_copy_only=False)).sum(0)
+            load.append(counts / counts.sum())
+            scores = (
+                None
+                if part["mass"].null_count
+                else np.stack([np.asarray(m, np.float64) for m in part["mass"].to_pylist()])
+            )
+            mass.append(None if scores is None else (scores * each[:, None]).sum(0) / each.sum())
+            tokens.add(int(each.sum()))
+        kept = None if any(m is None for m in mass) else torch.from_numpy(np.stack(mass))
+        top_k = pc.unique(table["top_k"]).to_pylist()
+        if len(tokens) > 1 or len(top_k) > 1:
+            raise ValueError(f"layers with {sorted(tokens)} tokens and top_k {top_k} do not merge; filter by model")
+        return RoutingStats(torch.from_numpy(np.stack(load)), kept, layers, tokens.pop(), top_k[0])
+
+
+def _expression(where: Any, filters: Mapping[str, Any], known: Sequence[str]) -> Any:
+    """Filters as a pyarrow expression: a value, any of several, or None for null."""
+    expression = where
+    for name, value in filters.items():
+        if name not in known:
+            raise KeyError(f"no filter {name!r}{did_you_mean(name, known)}")
+        field = pc.field(name)
+        many = isinstance(value, (list, tuple, set))
+        part = field.is_null() if value is None else field.isin(list(value)) if many else field == value
+        expression = part if expression is None else expression & part
+    return expression
