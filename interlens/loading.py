@@ -26,6 +26,7 @@ from .dequantise import converted
 from .errors import CannotLoad
 from .interp.contracts import verify_once
 from .sources import EMBEDDED, cache_dir
+from .upcycle import upcycle
 
 __all__ = ["EMBEDDED", "Loaded", "cache_dir", "load", "unload", "weights_hash"]
 
@@ -83,8 +84,8 @@ def load(
     device: None is the first GPU if there is one, else the CPU. "auto", "balanced" or a dict shards over devices.
     attention: "sdpa", "eager", "flash_attention_2"; None is the model's default.
     adapter: a PEFT adapter folder, attached to the shared weights and inactive until a request names it.
-    check_sites: verify once, with one tiny forward, that the model's sites are what their names promise; sites that are
-        not are refused from then on (`interlens.interp.contracts`).
+    check_sites: verify once, with one tiny forward, that the sites of a model that is not quantized are what their
+        names promise; those that are not are refused from then on (`interlens.interp.contracts`).
     quantize: "4bit" or "8bit", where bitsandbytes is installed.
     Raises CannotLoad, with what was tried and the root cause.
     """
@@ -107,7 +108,7 @@ def load(
         wanted, adapter = _base_of(wanted, adapter), name
     with _lock:
         found = _once(wanted)
-        if check_sites:
+        if check_sites and not wanted.quantize:
             verify_once(found.model)
         if tokenizer is not None:
             found = replace(found, tokenizer=tokenizer)
@@ -257,6 +258,8 @@ def _load(wanted: _Wanted) -> Loaded:
             source = _source(wanted)
             tokenizer = AutoTokenizer.from_pretrained(source, **where)
             model: Any = AutoModelForCausalLM.from_pretrained(source, **where, **kwargs)
+            if wanted.name in sources.UPCYCLED:
+                model = upcycle(model)
     except CannotLoad:
         raise
     except Exception as error:
@@ -271,7 +274,8 @@ def _load(wanted: _Wanted) -> Loaded:
 def _source(wanted: _Wanted) -> str:
     """What transformers is given: a folder or a hub id."""
     if wanted.kind == "embedded":
-        return str(converted(sources.embedded_file(wanted.name), label=wanted.name))
+        label = sources.UPCYCLED.get(wanted.name, wanted.name)
+        return str(converted(sources.embedded_file(wanted.name), label=label))
     if wanted.kind == "hub":
         return wanted.name
     path = Path(wanted.name).expanduser()

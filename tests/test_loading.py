@@ -103,7 +103,7 @@ def test_a_loaded_model_needs_its_tokenizer_and_stays_itself(smollm2):
         ("smolm2", "no model 'smolm2'; did you mean 'smollm2'"),
         ("./nowhere", "no model at './nowhere': no such file or folder; possible besides: an embedded name"),
         ("model.gguf", "no model at 'model.gguf': no such file"),
-        ("", "name is empty; possible: an embedded name (smollm2)"),
+        ("", "name is empty; possible: an embedded name (smollm2, smollm2-moe)"),
         ("someone/no-such-model", "cannot load 'someone/no-such-model' as a hub id"),
     ],
 )

@@ -6,8 +6,10 @@ _HOMES = {
     "activation_cache": (
         "ANY", "ActivationCache", "ActivationRecord", "CaptureSpec", "OffloadLocation", "Phase", "offload_to_cpu",
     ),
+    "attention": ("AttentionPattern", "attention_patterns"),
     "capture": ("CapturedSite", "capture_activations"),
     "contracts": ("verify",),
+    "control_vectors": ("export_control_vector",),
     "expert_load": ("RoutingStats", "js_divergence", "kl_divergence", "routing_stats", "topk_expert_overlap"),
     "gradients.continuation": ("continuation_logprob",),
     "gradients.forward": ("GradCaptureSpec", "GradForwardOutput", "forward_with_grad"),
