@@ -84,8 +84,8 @@ def load(
     device: None is the first GPU if there is one, else the CPU. "auto", "balanced" or a dict shards over devices.
     attention: "sdpa", "eager", "flash_attention_2"; None is the model's default.
     adapter: a PEFT adapter folder, attached to the shared weights and inactive until a request names it.
-    check_sites: verify once, with one tiny forward, that the sites of a model that is not quantized are what their
-        names promise; those that are not are refused from then on (`interlens.interp.contracts`).
+    check_sites: verify once, with one tiny forward, that the model's sites are what their names promise; sites that are
+        not are refused from then on (`interlens.interp.contracts`).
     quantize: "4bit" or "8bit", where bitsandbytes is installed.
     Raises CannotLoad, with what was tried and the root cause.
     """
@@ -108,7 +108,7 @@ def load(
         wanted, adapter = _base_of(wanted, adapter), name
     with _lock:
         found = _once(wanted)
-        if check_sites and not wanted.quantize:
+        if check_sites:
             verify_once(found.model)
         if tokenizer is not None:
             found = replace(found, tokenizer=tokenizer)

@@ -23,11 +23,23 @@ def upcycle(model: nn.Module, *, num_experts: int = 4, top_k: int = 2, noise: fl
         raise ValueError(f"only a Llama without biases can be upcycled, got {dense.model_type!r}")
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k {top_k} of {num_experts} experts")
-    shared = (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
-        "bos_token_id", "eos_token_id", "pad_token_id",
-    )  # fmt: skip
+    shared = [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_parameters",
+        "tie_word_embeddings",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    ]
     config = MixtralConfig(
         **{name: getattr(dense, name) for name in shared},
         num_local_experts=num_experts,

@@ -30,8 +30,9 @@ def causal_trace(
     """`metric` of the corrupt prompt's run with one (layer, position) of `site` patched from the clean prompt's run.
 
     clean_ids, corrupt_ids: [S] or [1, S], of equal length. metric: logits [1, S, V] -> a number, called for each
-    patched run. positions: None is all; negatives count from the end. Result [layers, positions] float32. All patched runs are rows of batches of `batch_rows`. Source: Meng et al., "Locating and editing
-    factual associations in GPT" (2022). ValueError or UnknownSite before the first patched run.
+    patched run. positions: None is all; negatives count from the end. Result [layers, positions] float32. All patched
+    runs are rows of batches of `batch_rows`. Source: Meng et al., "Locating and editing factual associations in GPT"
+    (2022). ValueError or UnknownSite before the first patched run.
     """
     clean, corrupt = (torch.as_tensor(ids).reshape(-1) for ids in (clean_ids, corrupt_ids))
     length = len(clean)

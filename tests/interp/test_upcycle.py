@@ -28,11 +28,15 @@ def test_only_what_mixtral_can_hold_is_upcycled():
 
 
 def test_the_embedded_upcycle_talks_and_routes():
-    model, tokenizer = load("smollm2-moe", device="cpu")
-    chat = [{"role": "user", "content": "What is the capital of France?"}]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=False)
-    answer = model.generate(ids, max_new_tokens=10, do_sample=False)[0, ids.shape[1] :]
-    assert "Paris" in tokenizer.decode(answer)
-    stats = routing_stats(capture_router_logits(model, ids), 4)
+    sparse, tokenizer = load("smollm2-moe", device="cpu")
+    dense = load("smollm2", device="cpu").model
+    text = "The capital of France is Paris, and the river that flows through it is the Seine."
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    means = []
+    for model in (sparse, dense):
+        log_p = model(ids).logits[0, :-1].float().log_softmax(-1)
+        means.append(log_p.gather(-1, ids[0, 1:, None]).mean().item())
+    assert means[0] == pytest.approx(means[1], abs=0.2) and means[0] > -3
+    stats = routing_stats(capture_router_logits(sparse, ids), 4)
     assert stats.expert_load.shape == (30, 4)
-    assert (stats.expert_load > 0.02).all() and stats.expert_load.std() > 0.02
+    assert (stats.expert_load > 0).double().mean() > 0.9 and stats.expert_load.std() > 0.02

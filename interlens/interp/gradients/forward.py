@@ -35,7 +35,7 @@ class GradForwardOutput(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Real tokens of each row moved to the front, so that a causal model needs no mask and no pad is ever attended to."""
+    """Real tokens of each row moved to the front, so that a causal model needs no mask and attends to no pad."""
 
     order: Tensor
     """[B, S]: the original column of each packed column."""
@@ -75,8 +75,8 @@ def forward_with_grad(
 
     Exactly one of `input_ids` and `inputs_embeds`. Of a frozen model fed ids, the embeddings are made to need
     gradients, so that hidden states are connected all the same. `attention_mask` [B, S] may pad anywhere; values at
-    pads mean nothing. `checkpoint=True` keeps only the layers' inputs and computes each layer again in the backward pass, in eval
-    mode too. No setting of the model changes. ValueError, UnknownSite before the forward.
+    pads mean nothing. `checkpoint=True` keeps only the layers' inputs and computes each layer again in the backward
+    pass, in eval mode too. No setting of the model changes. ValueError, UnknownSite before the forward.
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("give exactly one of input_ids and inputs_embeds")
