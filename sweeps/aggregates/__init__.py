@@ -11,7 +11,7 @@ In a configuration, `aggregate: {<name>: {kind: <kind>, ...options}}`; the kind 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -19,6 +19,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from interlens.interp.activation_cache import ActivationRecord
+    from interlens.interp.routing import RoutingCapture
     from interlens.message import Message
 
     from ..config import AggregateConfig, SweepConfig
@@ -42,6 +43,8 @@ class CellResult:
     outcomes: Mapping[str, Any] = field(default_factory=dict)
     num_trunk_messages: int = 0
     """`messages[num_trunk_messages:]` are the cell's own."""
+    routing: Callable[[ActivationRecord], RoutingCapture] | None = None
+    """What the router of a record's participant decided, from a record of site `router`; None without the model."""
 
 
 @runtime_checkable
@@ -82,6 +85,7 @@ KINDS: dict[str, str] = {
     "moments": "sweeps.aggregates.moments:RowMoments",
     "outcomes": "sweeps.aggregates.outcomes:Outcomes",
     "probe_eval": "sweeps.aggregates.probe_eval:ProbeEval",
+    "routing_stats": "sweeps.aggregates.routing_stats:RoutingSums",
     "similarity": "sweeps.aggregates.similarity:Similarity",
 }
 """Kind -> import path of its class. Adding an aggregate is one file and one row here."""

@@ -119,6 +119,68 @@ def probe_eval(result: Result) -> Markup:
     return join(parts)
 
 
+def routing_stats(result: Result) -> Markup:
+    """Load per expert as bars, and how much two conditions differ."""
+    entries = result["routing"]
+    head = ["participant", "phase", *_by(entries), "layer", "tokens", "top k", "load per expert", "largest share"]
+    rows = []
+    for e in entries:
+        largest = f"{number(max(e['load']), 2)} (expert {e['load'].index(max(e['load']))})"
+        rows.append(
+            [
+                e["participant"],
+                e["phase"],
+                *_values(e),
+                e["layer"],
+                number(e["tokens"]),
+                e["top_k"],
+                _bars(e["load"]),
+                largest,
+            ]
+        )
+    parts = [table(head, rows, numeric=2)]
+    if result["comparisons"]:
+        names = ["participant", "phase", "layer", "between", "and", "JS divergence, nats", "overlap of the top experts"]
+        compared = [
+            [
+                c["participant"],
+                c["phase"],
+                c["layer"],
+                _condition(c["a"]),
+                _condition(c["b"]),
+                number(c["js_divergence"]),
+                f"{number(c['topk_overlap'], 2)} of {c['k']}",
+            ]
+            for c in result["comparisons"]
+        ]
+        parts.append(table(names, compared, numeric=5))
+    return join(parts)
+
+
+def _bars(load: Sequence[float]) -> Markup:
+    """Shares as a row of small bars; the dashed line is an even load."""
+    width, height, top = 8, 28, max(*load, 2 / len(load))
+    bars = [
+        tag(
+            "rect",
+            tag("title", f"expert {i}: {number(share)}"),
+            x=i * width,
+            y=f"{height * (1 - share / top):.1f}",
+            width=width - 2,
+            height=f"{height * share / top:.1f}",
+            class_="load",
+        )
+        for i, share in enumerate(load)
+    ]
+    even = f"{height * (1 - 1 / len(load) / top):.1f}"
+    line = tag("line", x1=0, x2=len(load) * width, y1=even, y2=even, class_="reference")
+    return tag("svg", *bars, line, viewBox=f"0 0 {len(load) * width} {height}", class_="bars", role="img")
+
+
+def _condition(by: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name.rsplit('.', 1)[-1]} = {number(value)}" for name, value in by.items()) or "all"
+
+
 def similarity(result: Result) -> Markup:
     """Cosines between directions of one width."""
     parts = []
@@ -149,5 +211,6 @@ SECTIONS = {
     "moments": moments,
     "logprob_summary": logprob_summary,
     "probe_eval": probe_eval,
+    "routing_stats": routing_stats,
     "similarity": similarity,
 }

@@ -1,0 +1,135 @@
+"""Routing statistics: how often each expert was picked and how much score it got, per speaker, phase and condition.
+
+    routing_stats: {by: [framing], phases: [answer], k: 4}
+
+Needs unpooled captures of the site `router`. Picks are the router's own (never a softmax-top-k of its logits), so they
+are read while the model is at hand: this sum streams on the replicas and cannot be recomputed without a model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import CellResult, State
+from .columns import cell_columns, check_known
+from .shards import by_key
+
+PARTS = ("picks", "mass", "tokens")
+PHASES = ("prompt", "reasoning", "answer")
+
+
+class RoutingSums:
+    """A Sum. Result: `routing` (load and mass [E] per participant, layer, phase and `by`) and `comparisons` of them.
+
+    `by`: columns of a cell (None: every axis). `k`: how many top experts the overlap compares.
+    """
+
+    needs_routing = True
+
+    def __init__(
+        self, name: str, *, by: Sequence[str] | str | None = None, phases: Sequence[str] = ("answer",), k: int = 8
+    ):
+        unknown = sorted(set(phases) - set(PHASES))
+        if unknown:
+            raise ValueError(f"no phase {unknown[0]!r}; there are: {', '.join(PHASES)}")
+        self.name = name
+        self.by = (by,) if isinstance(by, str) else None if by is None else tuple(by)
+        self.phases, self.k = tuple(phases), k
+
+    def check(self, config: Any) -> None:
+        """ValueError if no unpooled `router` site will be captured, or `by` names a column that no cell will have."""
+        if not any("router" in c.sites and c.pool is None for c in config.capture):
+            raise ValueError("no routing will be recorded; capture site router without a pool")
+        if self.by is not None:
+            check_known(self.by, [axis.path for axis in config.grid], f"by: {', '.join(self.by)}")
+
+    def zero(self) -> State:
+        return {}
+
+    def add(self, state: State, result: CellResult) -> None:
+        records = [record for record in result.records if record.site == "router" and record.pool is None]
+        if records and result.routing is None:
+            raise ValueError(f"{self.name}: routing needs the model and is only counted while cells run")
+        columns = cell_columns(result)
+        by = by_key(dict(result.cell.condition) if self.by is None else {name: columns[name] for name in self.by})
+        for key, value in _sums(records, result, self.phases, by).items():
+            state[key] = state[key] + value if key in state else value
+
+    def merge(self, a: State, b: State) -> State:
+        merged = dict(a)
+        for key, value in b.items():
+            merged[key] = merged[key] + value if key in merged else value
+        return merged
+
+    def finish(self, state: State) -> dict[str, Any]:
+        entries = []
+        for key in sorted(name[: -len(":tokens")] for name in state if name.endswith(":tokens")):
+            participant, layer, phase, by = key.split("|", 3)
+            picks, mass, tokens = (state[f"{key}:{part}"] for part in PARTS)
+            entries.append(
+                {
+                    "participant": participant,
+                    "layer": int(layer),
+                    "phase": phase,
+                    "by": json.loads(by),
+                    "tokens": int(tokens[0]),
+                    "top_k": round(float(picks.sum() / tokens[0])),
+                    "load": (picks / picks.sum()).tolist(),
+                    "mass": (mass / tokens[0]).tolist(),
+                }
+            )
+        entries.sort(key=lambda e: (e["participant"], e["phase"], by_key(e["by"]), e["layer"]))
+        return {"kind": "routing_stats", "routing": entries, "comparisons": self._comparisons(entries)}
+
+    def _comparisons(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """JS divergence (nats) and top-k overlap of loads between every two values of `by`, per layer."""
+        from interlens.interp.expert_load import js_divergence, topk_expert_overlap
+
+        groups: dict[tuple, list[dict[str, Any]]] = {}
+        for entry in entries:
+            groups.setdefault((entry["participant"], entry["phase"], entry["layer"]), []).append(entry)
+        found = []
+        for (participant, phase, layer), members in groups.items():
+            for a, b in itertools.combinations(members, 2):
+                p, q = np.array([a["load"]]), np.array([b["load"]])
+                found.append(
+                    {
+                        "participant": participant,
+                        "phase": phase,
+                        "layer": layer,
+                        "a": a["by"],
+                        "b": b["by"],
+                        "js_divergence": float(js_divergence(p, q)[0]),
+                        "topk_overlap": float(topk_expert_overlap(p, q, k=self.k)[0]),
+                        "k": min(self.k, p.shape[1]),
+                    }
+                )
+        return found
+
+
+def _sums(records: list, result: CellResult, phases: Sequence[str], by: str) -> State:
+    """Picks, scores and tokens of one cell, summed by participant, layer and phase."""
+    from interlens.interp.expert_load import expert_scores
+
+    found: State = {}
+    for record in records:
+        assert result.routing is not None
+        capture = result.routing(record)
+        experts = capture.topk_experts.long().cpu().numpy()
+        scores = expert_scores(capture).cpu().numpy()
+        for phase in phases:
+            first, last = record.phases.get(phase, (0, 0))
+            if first == last:
+                continue
+            key = f"{record.participant}|{record.layer}|{phase}|{by}"
+            picks = np.bincount(experts[first:last].reshape(-1), minlength=scores.shape[1]).astype(np.float64)
+            parts = zip(PARTS, (picks, scores[first:last].sum(0), np.array([float(last - first)])), strict=True)
+            for part, value in parts:
+                name = f"{key}:{part}"
+                found[name] = found[name] + value if name in found else value
+    return found
