@@ -13,7 +13,7 @@ from sweeps.aggregates import CellResult, Sum, build
 from sweeps.config import AggregateConfig, CaptureConfig, ParticipantConfig, ScenarioConfig, SweepConfig
 from sweeps.plan import Cell
 from sweeps.report.results import SECTIONS
-from tests.tiny import build as tiny
+from tests.tiny import tiny
 
 
 @pytest.fixture(scope="module", params=["mixtral", "deepseek_v3"])
