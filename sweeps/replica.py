@@ -9,6 +9,7 @@ unit commits what is complete and hands the rest to its child.
 from __future__ import annotations
 
 import errno
+import functools
 import importlib
 import threading
 import time
@@ -226,7 +227,7 @@ class UnitRun:
         messages = list(conversation.transcript)
         result = CellResult(
             cell=cell, item_row=self.unit.items[cell.item], messages=messages, records=records, outcomes=outcomes,
-            num_trunk_messages=start,
+            num_trunk_messages=start, routing=functools.partial(_routing, conversation),
         )  # fmt: skip
         try:
             added = self._add_to_sums(result)
@@ -284,6 +285,13 @@ def _analyzers(paths: tuple[str, ...]) -> Iterator[Any]:
     for path in paths:
         module, _, name = path.partition(":")
         yield getattr(importlib.import_module(module), name)
+
+
+def _routing(conversation: Any, record: Any) -> Any:
+    """What the router of a record's participant decided (a sum may ask)."""
+    from interlens.interp.routing import routing_of
+
+    return routing_of(conversation.participant(record.participant).model, [record])[0]
 
 
 def _short(error: BaseException) -> str:

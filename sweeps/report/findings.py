@@ -81,13 +81,12 @@ def _outcomes(result: dict[str, Any]) -> list[str]:
             change = level["difference"]
             if change:
                 sure = "" if _excludes_zero(change) else ", not distinguishable from no change"
-                changes.append(f"{number(level['level'])}: {_signed(change)}{sure}")
+                step = f"{number(result['baseline'])} to {number(level['level'])}"
+                changes.append(f"{step}: {_signed(change)}{sure}")
         pairs = max(level["pairs"] for level in levels)
         where = " (steered there, so it moves by construction)" if response.get("steered_here") else ""
-        lines.append(
-            f"{_capital(title(response))}{where}: {means}; change from {number(result['baseline'])} in "
-            f"{plural(pairs, 'pair')}: {'; '.join(changes)}."
-        )
+        told = f"{_capital(title(response))}{where}: {means}"
+        lines.append(f"{told}; changes in {plural(pairs, 'pair')}, {'; '.join(changes)}.")
     return lines
 
 
