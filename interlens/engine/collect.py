@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..interp.activation_cache import ActivationRecord
+from ..interp.activation_cache import ActivationRecord, offload_to_cpu
 from .offload import Mover
 from .rows import Row, Take
 from .taps import Gathered, Lane
@@ -141,36 +141,43 @@ class Collector:
             self.flush()
         if row.kept is None:
             return []
-        records = []
-        fingerprint = "+".join(edit.fingerprint for edit in row.edits)
+        found = []
         for take in row.takes:
             for layer, site in take.lanes:
-                record = self._record(row, take, layer, site)
-                if record is not None:
-                    record.fingerprint = fingerprint
-                    records.append((take.order, record))
+                value, positions = (
+                    self._pooled(row, take, layer, site) if take.pool else self._rows(row, take, layer, site)
+                )
+                if value is not None:
+                    found.append((take, layer, site, value, positions))
+        pooled = [i for i, (take, *_) in enumerate(found) if take.pool and take.offload == "cpu"]
+        moved = dict(zip(pooled, offload_to_cpu([found[i][3] for i in pooled]), strict=True))
+        fingerprint = "+".join(edit.fingerprint for edit in row.edits)
+        records = []
+        for i, (take, layer, site, value, positions) in enumerate(found):
+            record = make_record(row, take, layer, site, moved.get(i, value), positions)
+            record.fingerprint = fingerprint
+            records.append((take.order, record))
         self._free(row)
         return records
 
-    def _record(self, row: Row, take: Take, layer: int, site: str) -> ActivationRecord | None:
-        address = (take, layer, site)
-        if take.pool is not None:
-            if address not in row.kept.slots:
-                return None
-            positions = np.concatenate(row.kept.pooled[address])
-            table = self._pools[layer, site, take.pool, take.offload]
-            assert table.values is not None
-            value = table.values[row.kept.slots[address]][None]
-            value = value / len(positions) if take.pool == "mean" else value.clone()
-            value = self._mover.move([value], take.offload).rows(None)
-        else:
-            pieces = row.kept.pieces.get(address)
-            if not pieces:
-                return None
-            positions = np.concatenate([at for at, _, _ in pieces])
-            parts = [moved.rows(rows) for _, moved, rows in pieces]
-            value = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return make_record(row, take, layer, site, value, positions)
+    def _pooled(self, row: Row, take: Take, layer: int, site: str) -> tuple[Tensor | None, np.ndarray]:
+        """The pool of a row `[1, W]` float32, still on the device, and the positions in it."""
+        slot = row.kept.slots.get((take, layer, site))
+        if slot is None:
+            return None, np.empty(0)
+        positions = np.concatenate(row.kept.pooled[take, layer, site])
+        table = self._pools[layer, site, take.pool, take.offload]
+        assert table.values is not None
+        value = table.values[slot][None]
+        return value / len(positions) if take.pool == "mean" else value.clone(), positions
+
+    def _rows(self, row: Row, take: Take, layer: int, site: str) -> tuple[Tensor | None, np.ndarray]:
+        """The kept rows `[S, W]` in compact storage where they belong, and their positions."""
+        pieces = row.kept.pieces.get((take, layer, site))
+        if not pieces:
+            return None, np.empty(0)
+        parts = [moved.rows(rows) for _, moved, rows in pieces]
+        return torch.cat(parts) if len(parts) > 1 else parts[0], np.concatenate([at for at, _, _ in pieces])
 
 
 def make_record(row: Row, take: Take, layer: int, site: str, value: Tensor, positions: np.ndarray) -> ActivationRecord:

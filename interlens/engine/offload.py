@@ -96,7 +96,7 @@ class Mover:
         if offload is None or not self.asynchronous:
             return Moved(value)
         size = value.numel() * value.element_size()
-        if size > self._bytes:
+        if size > self._bytes or (value.device.type == "cuda" and value.device != self.device):
             return Moved(value.cpu())
         buffer = self._next
         self._next = 1 - self._next

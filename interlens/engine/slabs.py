@@ -66,9 +66,9 @@ class Slabs(Cache):
             raise RuntimeError("the engine's cache was used outside an engine forward")
         keys = self._slab(self.keys, key_states, layer_idx)
         values = self._slab(self.values, value_states, layer_idx)
-        row = window.row + window.first
-        keys[row, :, window.column] = key_states[window.row, :, window.query]
-        values[row, :, window.column] = value_states[window.row, :, window.query]
+        row, query, column = (index.to(keys.device) for index in (window.row, window.query, window.column))
+        keys[row + window.first, :, column] = key_states[row, :, query]
+        values[row + window.first, :, column] = value_states[row, :, query]
         last = window.first + window.num_rows
         return keys[window.first : last, :, : window.width], values[window.first : last, :, : window.width]
 
