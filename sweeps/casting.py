@@ -36,7 +36,7 @@ class Models:
         entry = shapes.model(config, participant.model)
         adapter = entry.adapters.get(participant.adapter, participant.adapter) if participant.adapter else None
         loaded = loading.load(
-            entry.source, dtype=entry.dtype, revision=entry.revision, adapter=adapter,
+            entry.source, dtype=None if entry.dtype == "auto" else entry.dtype, revision=entry.revision, adapter=adapter,
             device=None if entry.device == "auto" else entry.device,
         )  # fmt: skip
         self._loaded[shapes.model_name(config, participant.model)] = loaded
