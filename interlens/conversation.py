@@ -299,7 +299,7 @@ class Conversation:
             key = (self.seed, self.key, self.turns_taken, 0)
             request = TurnRequest(options=TurnOptions(), key=key, index=len(self.transcript))
             view = finish(fit(self, speaker, view, request))
-        rendered = speaker.render(view, generate=add_generation_prompt)
+        rendered = speaker.render(view, generate=add_generation_prompt)  # ty: ignore[not-callable]
         return list(rendered.ids) if tokenize else rendered.text
 
     # -- going elsewhere ----------------------------------------------------------------------------------------------

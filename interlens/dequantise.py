@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,7 +56,7 @@ def _convert(gguf: Path, target: Path) -> None:
     part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         where = {"gguf_file": gguf.name, "local_files_only": True}
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **where)
+        tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, **where)
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
         )

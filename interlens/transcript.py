@@ -56,7 +56,7 @@ class Transcript(MutableSequence[Message]):
     def insert(self, index: int, value: Message) -> None:
         self._messages.insert(index, _message(value))
 
-    def append(self, message: Message | str, content: str | None = None, **metadata: Any) -> Message:  # type: ignore[override]
+    def append(self, message: Message | str, content: str | None = None, **metadata: Any) -> Message:  # ty: ignore[incompatible-method-override]
         """Append a Message, or one made of author and content. Returns it."""
         if isinstance(message, str):
             if content is None:

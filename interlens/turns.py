@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Generate:
     """Have the participant's engine (`participant.engine`) answer a request. The turn receives the Reply."""
 
-    participant: Participant
+    participant: Any
     request: Request
 
 
@@ -177,12 +177,13 @@ def fit(conversation: Conversation, speaker: Participant, view: View, request: T
 
     limits = (conversation.context_limit, getattr(speaker, "context_limit", None))
     limit = min((n for n in limits if n is not None), default=None)
-    if not hasattr(speaker, "count_tokens"):
+    local: Any = speaker
+    if not hasattr(local, "count_tokens"):
         return view
     budget = request.options.max_new_tokens
     room = Room(
-        count=speaker.count_tokens, limit=limit if limit is not None else sys.maxsize, participant=speaker,
-        budget=speaker.max_new_tokens if budget is None else budget, request=request, conversation=conversation,
+        count=local.count_tokens, limit=limit if limit is not None else sys.maxsize, participant=speaker,
+        budget=local.max_new_tokens if budget is None else budget, request=request, conversation=conversation,
     )  # fmt: skip
     return (yield from conversation.context_policy.fit(view, room))
 
@@ -201,7 +202,7 @@ def by_spec(
         takers = [
             n for n, spec in enumerate(specs)
             if record.site in sites[n] and record.pool == spec.pool and record.selection == str(spec.tokens)
-            and (layers[n] is None or record.site in UNLAYERED or record.layer in layers[n])
+            and (record.site in UNLAYERED or (wanted := layers[n]) is None or record.layer in wanted)
         ]  # fmt: skip
         key = (record.site, record.layer, record.pool, record.selection)
         if takers:

@@ -33,13 +33,13 @@ class Models:
         """The model of a local participant, with its adapter attached."""
         from interlens import loading
 
-        entry = shapes.model(config, participant.model)
+        entry = shapes.model(config, participant.model or "")
         adapter = entry.adapters.get(participant.adapter, participant.adapter) if participant.adapter else None
         loaded = loading.load(
             entry.source, dtype=None if entry.dtype == "auto" else entry.dtype, revision=entry.revision, adapter=adapter,
             device=None if entry.device == "auto" else entry.device,
         )  # fmt: skip
-        self._loaded[shapes.model_name(config, participant.model)] = loaded
+        self._loaded[shapes.model_name(config, participant.model or "")] = loaded
         return loaded
 
     def load(self, config: SweepConfig) -> None:
@@ -143,7 +143,7 @@ class Setting:
         if given.kind == "api":
             kept = {key: sampling[key] for key in ("temperature", "top_p", "max_new_tokens")}
             return participants.APIParticipant(
-                name, given.model, provider=given.provider or "openai", base_url=given.base_url,
+                name, given.model or "", provider=given.provider or "openai", base_url=given.base_url,
                 system_prompt=system, **kept,
             )  # fmt: skip
         loaded = self.models.of(self.config, given)
@@ -179,6 +179,5 @@ def _capture(capture: CaptureConfig) -> CaptureSpec:
     tokens = parse_tokens(capture.tokens)
     if capture.special == "drop" and tokens != Select.special():
         tokens = tokens - Select.special()
-    return CaptureSpec(
-        sites=capture.sites, layers=capture.layers, tokens=tokens, pool=capture.pool, source=capture.source
-    )  # fmt: skip
+    how: dict[str, Any] = {"pool": capture.pool, "source": capture.source}
+    return CaptureSpec(sites=capture.sites, layers=capture.layers, tokens=tokens, **how)

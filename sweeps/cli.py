@@ -158,7 +158,7 @@ def _parsed(arguments: list[str], name: str, about: str, *wanted: str) -> argpar
     """The arguments of a command over a run folder; ConfigError, with its usage, for what does not fit."""
     parser = _Parser(prog=f"sweeps {name}", description=about)
     for argument in wanted:
-        parser.add_argument(argument, **({"action": "store_true"} if argument.startswith("--") else {}))
+        parser.add_argument(argument, action="store_true" if argument.startswith("--") else "store")
     try:
         return parser.parse_args(arguments)
     except SystemExit:  # --help

@@ -288,7 +288,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def build(cls: type, data: Any, where: str = "") -> Any:
+def build(cls: Any, data: Any, where: str = "") -> Any:
     """A dataclass from plain values, strictly: unknown keys and wrong types are a ConfigError that says where."""
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where or 'the configuration'} must be a mapping, got {data!r}; keys: {_names(cls)}")
@@ -307,7 +307,7 @@ def build(cls: type, data: Any, where: str = "") -> Any:
     return cls(**values)
 
 
-def _names(cls: type) -> str:
+def _names(cls: Any) -> str:
     return ", ".join(f.name.rstrip("_") for f in dataclasses.fields(cls))
 
 

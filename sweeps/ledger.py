@@ -409,9 +409,10 @@ def split(
         early = trunks[: len(trunks) // 2]
         first = {p for p, trunk in cells.items() if trunk in early}
         if not _needs_later(first, donors):
-            return tuple(  # type: ignore[return-value]
-                Part(cells=_bits(part), trunks=tuple(t for t in mine if t in unheld))
-                for part, mine in ((first, early), (set(cells) - first, trunks[len(early) :]))
+            rest, late = set(cells) - first, trunks[len(early) :]
+            return (
+                Part(cells=_bits(first), trunks=tuple(t for t in early if t in unheld)),
+                Part(cells=_bits(rest), trunks=tuple(t for t in late if t in unheld)),
             )
     if len(trunks) == 1 and unheld:
         return Part(trunks=tuple(trunks)), Part(cells=_bits(cells))

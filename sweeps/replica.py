@@ -15,9 +15,9 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -29,6 +29,9 @@ from .failpoints import reach
 from .plan import Cell, Trunk, Unit, applied
 from .units import part_of, unpack
 from .writer import UnitWriter
+
+if TYPE_CHECKING:
+    from interlens.turns import Steps
 
 ERROR_CHARS = 1500
 
@@ -151,7 +154,7 @@ class UnitRun:
         if not self.unit.trunks:
             self._branch(list(self.unit.cells), ())
 
-    def _play_trunk(self, trunk: Trunk) -> Generator:
+    def _play_trunk(self, trunk: Trunk) -> Steps:
         setting = self.replica.setting(self.unit.part, dict(trunk.condition))
         conversation = setting.conversation("trunk", self.unit.items[trunk.item])
         conversation.key = (trunk.item, trunk.seed)
@@ -169,7 +172,7 @@ class UnitRun:
         for cell in cells:
             self.scheduler.add(self._play_cell(cell, trunk), tag=cell)
 
-    def _play_cell(self, cell: Cell, trunk: Any) -> Generator:
+    def _play_cell(self, cell: Cell, trunk: Any) -> Steps:
         setting = self.replica.setting(self.unit.part, dict(cell.condition))
         row = self.unit.items[cell.item]
         conversation = setting.conversation("branch", row, trunk)
@@ -184,7 +187,7 @@ class UnitRun:
             outcomes.update(analyze(conversation))
         return conversation, records, outcomes, len(trunk)
 
-    def _play(self, conversation: Any, setting: Setting, part: Part) -> Generator:
+    def _play(self, conversation: Any, setting: Setting, part: Part) -> Steps:
         records: list[Any] = []
         for number, speaker in enumerate(setting.speakers(part)):
             turn = yield from conversation.turn(speaker, **setting.options(part, number, speaker))

@@ -78,7 +78,7 @@ def _temporary(root: Path, final: Path) -> Iterator[tuple[IO[bytes], Path]]:
 @contextlib.contextmanager
 def _conditional_put(final: Remote) -> Iterator[IO[bytes]]:
     """The store itself refuses an existing name, when the upload is completed."""
-    out = final.open("xb")
+    out: Any = final.open("xb")
     try:
         yield out
     except BaseException:
@@ -226,7 +226,8 @@ def write_commit(root: Root, commit: Commit) -> str:
 
 def _parse(path: Path | Remote, data: bytes) -> Commit:
     try:
-        return Commit(**{key: tuple(v) if isinstance(v, list) else v for key, v in json.loads(data).items()})
+        fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in json.loads(data).items()}
+        return Commit(**fields)
     except (ValueError, TypeError, AttributeError) as error:
         raise Damaged(
             f"the commit {str(path)!r} cannot be read ({error}); restore it, or delete it to run its unit again"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -109,7 +110,7 @@ class Collector:
         """Move everything staged to its place, one transfer per lane."""
         for lane, parts in self._staged.items():
             layer, site, _, offload = lane
-            moved = self._mover.move([part.values for part in parts], offload)
+            moved = self._mover.move([part.values for part in parts if part.values is not None], offload)
             offset = 0
             for part in parts:
                 for row, take, positions in part.owners:
@@ -185,17 +186,18 @@ def make_record(row: Row, take: Take, layer: int, site: str, value: Tensor, posi
     sequence = row.sequence
     num_prompt = int((positions < sequence.num_prompt).sum())
     pooled = take.pool is not None
+    where, pool = cast(Any, site), cast(Any, take.pool)
     return ActivationRecord(
         "",
         -1,
         layer,
-        site,
+        where,
         value,
         (num_prompt, len(positions)) if not pooled else (min(num_prompt, 1) if num_prompt == len(positions) else 0, 1),
         phase_spans([sequence.phase_at(int(p)) for p in positions], pooled),
         tokens=tuple(sequence.ids[p] for p in positions),
         positions=tuple(int(p) for p in positions),
-        pool=take.pool,
+        pool=pool,
         num_pooled=len(positions) if pooled else None,
         selection=str(take.tokens),
     )

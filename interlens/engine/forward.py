@@ -11,6 +11,7 @@ import inspect
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ class Forward:
         self.device = next(model.parameters()).device
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         config = getattr(model, "config", None)
-        self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.config: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
         self.vocab_size = int(self.config.vocab_size)
         self.context_limit = int(getattr(self.config, "max_position_embeddings", None) or 1 << 30)
         self._mask_types = _mask_types(self.config)
@@ -159,7 +160,7 @@ class Forward:
         columns = torch.arange(width, device=self.device)
         visible = columns <= positions[..., None]
         masks = {}
-        for kind, size in self._mask_types.items():
+        for kind, size in (self._mask_types or {}).items():
             seen = visible if size is None else visible & (columns > positions[..., None] - size)
             mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
             masks[kind] = mask.masked_fill_(~seen, torch.finfo(self.dtype).min)[:, None]

@@ -198,7 +198,7 @@ class ActivationCache:
         sample: Any = ANY,
     ) -> Tensor:
         """The tensor of the one record that matches; KeyError says how many do, and what tells them apart."""
-        filters = dict(
+        filters: dict[str, Any] = dict(
             participant=participant, message_idx=message_idx, layer=layer, site=site, pool=pool, sample=sample
         )
         found = self.query(**filters)

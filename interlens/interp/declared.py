@@ -8,6 +8,7 @@ its contributions. What no law confirms is not offered.
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ _NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "fina
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 
 
-def declared_family(model: nn.Module, decoder: nn.Module, name: str) -> Family:
+def declared_family(model: Any, decoder: nn.Module, name: str) -> Family:
     """A table for this very model, whose layers are `decoder.<name>`."""
     layers = list(getattr(decoder, name))
     points: dict[str, Point | tuple[Point, ...]] = {"resid_pre": into(""), "residual": out(""), "logits": out("")}

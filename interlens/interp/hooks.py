@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -94,7 +95,7 @@ class _Attachments:
 
     def __init__(self):
         self.undo: list[Callable[[], None]] = []
-        self.shapes: dict[nn.Module, torch.Size] = {}
+        self.shapes: dict[nn.Module, tuple[int, ...]] = {}
 
     def __enter__(self):
         return self
@@ -197,7 +198,7 @@ def _attach_out(place: Place, visit, undo) -> None:
 class FirstLinear(TorchFunctionMode):
     """Shows the result of the first linear map with this weight to `visit`, and goes on with what it returns."""
 
-    def __init__(self, weight: Tensor, visit):
+    def __init__(self, weight: Any, visit):
         super().__init__()
         self.weight, self.visit = weight, visit
 

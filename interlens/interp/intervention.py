@@ -19,16 +19,30 @@ from .select import Select
 class Intervention(Protocol):
     """One edit of a model's hidden state. All attributes are plain values; nothing here holds a model."""
 
-    site: str
-    """Canonical site name."""
-    layers: tuple[int, ...]
-    """Decoder layers, 0-based; negatives count from the end."""
-    tokens: Select
-    """Which positions are edited."""
-    rank: int
-    """Order at one (layer, site): lower first, ties in the order given. Patches 0, steering 1."""
-    per_position: bool
-    """True if `parameters` differ from position to position (patches); False: one `[1, ...]` value serves them all."""
+    @property
+    def site(self) -> str:
+        """Canonical site name."""
+        ...
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Decoder layers, 0-based; negatives count from the end."""
+        ...
+
+    @property
+    def tokens(self) -> Select:
+        """Which positions are edited."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """Order at one (layer, site): lower first, ties in the order given. Patches 0, steering 1."""
+        ...
+
+    @property
+    def per_position(self) -> bool:
+        """True if `parameters` differ from position to position (patches); False: one `[1, ...]` value serves all."""
+        ...
 
     @property
     def fingerprint(self) -> str:

@@ -219,7 +219,8 @@ class RouterSteeringSpec:
         if bool((load < 0).any()) or not bool((load.sum(-1) > 0).all()):
             raise ValueError("load must be non-negative, with some mass in every layer")
         bias = (load / load.sum(-1, keepdim=True) + eps).log()
-        return cls((bias - bias.mean(-1, keepdim=True)).float(), layers, coef, **options)
+        names = (layers,) if isinstance(layers, int) else tuple(layers)
+        return cls((bias - bias.mean(-1, keepdim=True)).float(), names, coef, **options)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -91,14 +91,15 @@ def canonical_site(name: str) -> str:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The transformers model inside wrappers (PEFT); adapters stay in force."""
-    while hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
-        model = model.get_base_model()
-    return model
+    inner: Any = model
+    while hasattr(inner, "get_base_model") and hasattr(inner, "peft_config"):
+        inner = inner.get_base_model()
+    return inner
 
 
 def text_config(model: nn.Module):
     """Configuration of the text decoder, also of a multimodal model."""
-    config = unwrap(model).config
+    config: Any = unwrap(model).config
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
@@ -143,11 +144,12 @@ def num_layers(model: nn.Module) -> int:
 
 
 def _submodule(owner: nn.Module, path: str) -> nn.Module | None:
+    found: Any = owner
     for name in filter(None, path.split(".")):
-        owner = getattr(owner, name, None)
-        if not isinstance(owner, nn.Module):
+        found = getattr(found, name, None)
+        if not isinstance(found, nn.Module):
             return None
-    return owner
+    return found
 
 
 _REFUSED: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
@@ -219,9 +221,11 @@ class Locator:
         if site in _STREAM_SITES:
             return self.config.hidden_size
         if site == "logits":
-            return int(self.base.get_output_embeddings().weight.shape[0])
+            base: Any = self.base
+            return int(base.get_output_embeddings().weight.shape[0])
         if site == "embed":
-            return int(place.module.weight.shape[-1])
+            module: Any = place.module
+            return int(module.weight.shape[-1])
         full = _features(place.module, place.point.end)
         return full if place.point.columns is None else len(place.point.columns(place.owner, full))
 
@@ -301,12 +305,12 @@ def site_width(model: nn.Module, site: str, layer: int = 0) -> int:
 
 def _features(module: nn.Module, end: str) -> int:
     """Input or output width of a linear-like module (nn.Linear, Conv1D, a router's weight, an adapter around one)."""
-    module = getattr(module, "base_layer", module)
-    if type(module).__name__ == "Conv1D":
-        return int(module.weight.shape[0 if end == "in" else 1])
-    if hasattr(module, "out_features"):
-        return int(module.in_features if end == "in" else module.out_features)
-    return int(module.weight.shape[1 if end == "in" else 0])
+    inner: Any = getattr(module, "base_layer", module)
+    if type(inner).__name__ == "Conv1D":
+        return int(inner.weight.shape[0 if end == "in" else 1])
+    if hasattr(inner, "out_features"):
+        return int(inner.in_features if end == "in" else inner.out_features)
+    return int(inner.weight.shape[1 if end == "in" else 0])
 
 
 def describe(model: nn.Module) -> str:
@@ -321,7 +325,9 @@ def describe(model: nn.Module) -> str:
         shown = (
             "all" if len(have) == count else ",".join(map(str, have)) if len(have) < 6 else f"{len(have)} of {count}"
         )
-        point = find_place(model, site, have[0]).point
+        place = find_place(model, site, have[0])
+        assert place is not None
+        point = place.point
         whole = "model" if site == "logits" else "layer"
         where = f"{'input of' if point.end == 'in' else 'output of'} {point.path or whole}"
         lines.append(f"{site:<14}{shown:<12}{site_width(model, site, have[0]):<8}{where:<42}{SITES[site]}")

@@ -83,18 +83,18 @@ class SteeringSpec:
         Both may be {layer: rows} instead. Means are taken in float64. ValueError without rows on both sides, or when
         the means are equal.
         """
-        if isinstance(pos, Mapping) != isinstance(neg, Mapping):
-            raise ValueError("give pos and neg both as tensors, or both as {layer: tensor}")
-        if isinstance(pos, Mapping):
-            names = (layers,) if isinstance(layers, int) else tuple(layers)
+        names = (layers,) if isinstance(layers, int) else tuple(layers)
+        if isinstance(pos, Mapping) and isinstance(neg, Mapping):
             direction: Direction = {layer: _mean_difference(pos[layer], neg[layer]) for layer in names}
-        else:
+        elif isinstance(pos, Tensor) and isinstance(neg, Tensor):
             direction = _mean_difference(pos, neg)
-        return cls(direction, layers, coef, mode, **options)
+        else:
+            raise ValueError("give pos and neg both as tensors, or both as {layer: tensor}")
+        return cls(direction, names, coef, mode, **options)
 
     def vector(self, layer: int) -> Tensor:
         """The direction [D] at this layer, on the CPU, at least float32."""
-        direction = self.direction[layer] if isinstance(self.direction, dict) else self.direction
+        direction = self.direction if isinstance(self.direction, Tensor) else self.direction[layer]
         return direction.to(torch.promote_types(direction.dtype, torch.float32))
 
     # -- the protocol of interventions ------------------------------------------------------------
@@ -173,10 +173,10 @@ class SteeringSpec:
         from safetensors.torch import save_file
 
         direction = self.direction
-        if isinstance(direction, dict):
-            tensors = {f"{self.site}.{layer}": vector.clone() for layer, vector in direction.items()}
-        else:
+        if isinstance(direction, Tensor):
             tensors = {self.site: direction}
+        else:
+            tensors = {f"{self.site}.{layer}": vector.clone() for layer, vector in direction.items()}
         facts = {
             "schema_version": 1,
             "layers": self.layers,

@@ -314,7 +314,7 @@ class Weights:
                 )
             from ..loading import load
 
-            source = self._model if self._model is not None else self.source
+            source: Any = self._model if self._model is not None else self.source
             self._loaded[adapter] = load(source, tokenizer=self._tokenizer, adapter=adapter, **self.options)
         return self._loaded[adapter]
 

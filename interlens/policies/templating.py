@@ -36,7 +36,7 @@ def fill(part: Any, row: Mapping[str, Any] | None) -> str:
         return "".join(fill(p, row) for p in part)
     if row is None and needs_row(part):
         raise ValueError(f"{part!r} is filled from a data row, and this conversation has none; use rollout(data=[...])")
-    if isinstance(part, DatasetField):
+    if isinstance(part, DatasetField) and row is not None:
         if part.column not in row:
             raise ValueError(f"no column {part.column!r} in the row; it has: {', '.join(map(str, row)) or 'none'}")
         return str(row[part.column])

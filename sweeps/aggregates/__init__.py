@@ -99,7 +99,7 @@ def build(aggregate: Iterable[AggregateConfig], config: SweepConfig | None = Non
     ValueError for an unknown kind, option or expression; with `config`, also for columns that none of its cells will
     have. Call it before a run starts.
     """
-    built = [_build_one(entry.name, dict(entry.options or {})) for entry in aggregate]
+    built: list[Any] = [_build_one(entry.name, dict(entry.options or {})) for entry in aggregate]
     for made in built:
         if config is not None and hasattr(made, "check"):
             try:

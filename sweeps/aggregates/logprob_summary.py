@@ -40,7 +40,7 @@ class LogprobSummary(MomentsSum):
         columns = cell_columns(result)
         by = result.cell.condition if self.by is None else {name: columns[name] for name in self.by}
         for message in result.messages[result.num_trunk_messages :]:
-            surprisal, entropy = (message.metadata.get(name) for name in ("surprisal", "entropy"))
+            surprisal, entropy = (message.metadata.get(name, ()) for name in ("surprisal", "entropy"))
             key = f"{message.author}|{by_key(dict(by))}"
             if surprisal:
                 yield key, np.stack([surprisal, entropy], axis=1)

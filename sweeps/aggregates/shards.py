@@ -110,8 +110,8 @@ def _mapped(path: str) -> tensors.MappedFile:
 def shard_state(run: Any, commit: Commit, aggregate: Sum) -> State:
     """A sum's state over one unit's stored data: what the replica streamed, to rounding."""
     shard, state = Shard(run, commit), aggregate.zero()
-    if hasattr(aggregate, "add_shard"):
-        aggregate.add_shard(state, shard)
+    if add_shard := getattr(aggregate, "add_shard", None):
+        add_shard(state, shard)
         return state
     for result in shard.results(records=getattr(aggregate, "reads_records", True)):
         aggregate.add(state, result)

@@ -34,7 +34,8 @@ class _Actor:
 
     def __init__(self, replica: str, threads: int, environment: dict[str, str]):
         os.environ.update(environment, OMP_NUM_THREADS=str(threads))
-        self._path, self._threads, self._replica = replica, threads, None
+        self._path, self._threads = replica, threads
+        self._replica: Any = None
 
     def where(self) -> dict[str, Any]:
         return {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
@@ -181,7 +182,8 @@ class RayExecutor:
         }  # fmt: skip
         if handle.group is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(handle.group, 0)
-        actor_class = ray.remote(concurrency_groups={"watch": 2})(_Actor)
+        remote: Any = ray.remote
+        actor_class = remote(concurrency_groups={"watch": 2})(_Actor)
         handle.actor = actor_class.options(**options).remote(self._path, cluster.threads, _environment())
         self._await(handle.actor.where.options(concurrency_group="watch").remote(), "where", replica)
 

@@ -121,11 +121,11 @@ def _axes(frame: _Frame, x_label: str, y_label: str, x_names: Sequence[str] | No
 
 
 def _band(s: Series, frame: _Frame) -> Markup | None:
-    points = [p for p in s.points if p.low is not None and p.high is not None]
+    points = [(p.x, p.low, p.high) for p in s.points if p.low is not None and p.high is not None]
     if len(points) < 2:
         return None
-    upper = [f"{_f(frame.x(p.x))},{_f(frame.y(p.high))}" for p in points]
-    lower = [f"{_f(frame.x(p.x))},{_f(frame.y(p.low))}" for p in reversed(points)]
+    upper = [f"{_f(frame.x(x))},{_f(frame.y(high))}" for x, _, high in points]
+    lower = [f"{_f(frame.x(x))},{_f(frame.y(low))}" for x, low, _ in reversed(points)]
     return tag("path", d="M" + "L".join(upper + lower) + "Z", class_=f"band {s.style}")
 
 

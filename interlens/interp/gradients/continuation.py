@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -33,9 +35,10 @@ def continuation_logprob(
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"no reduction {reduction!r}; possible: {', '.join(REDUCTIONS)}")
-    if (prefix_ids is None) == (prefix_embeds is None):
+    given = prefix_ids if prefix_embeds is None else prefix_embeds
+    if given is None or (prefix_ids is not None and prefix_embeds is not None):
         raise ValueError("give exactly one of prefix_ids and prefix_embeds")
-    prefix, targets = _together(prefix_ids if prefix_embeds is None else prefix_embeds, target_ids)
+    prefix, targets = _together(given, target_ids)
     (rows, width), before = targets.shape, prefix.shape[1]
     mask = _whole_mask(attention_mask, rows, before, width, targets.device)
     counted = mask[:, before:] if target_mask is None else target_mask.bool().to(mask.device).expand(rows, -1)
@@ -50,12 +53,14 @@ def continuation_logprob(
 
     packing = Packing.of(mask)
     real = mask.sum(1).max()
+    inputs: dict[str, Any]
     if prefix_embeds is None:
         inputs = {"input_ids": packing.pack(torch.cat([prefix, targets], 1))[:, :real]}
     else:
-        embedded = model.get_input_embeddings()(targets)
+        whole: Any = model
+        embedded = whole.get_input_embeddings()(targets)
         inputs = {"inputs_embeds": packing.pack(torch.cat([prefix, embedded.to(prefix.dtype)], 1))[:, :real]}
-    logits = forward_with_grad(model, **inputs, checkpoint=checkpoint).logits
+    logits = forward_with_grad(model, checkpoint=checkpoint, **inputs).logits
     source = (packing.place[:, before:] - 1).clamp(max=int(real) - 1)  # the packed column before each target
     chosen = logits[torch.arange(rows, device=logits.device)[:, None], source.to(logits.device)]
     log_p = torch.log_softmax(chosen.to(torch.promote_types(chosen.dtype, torch.float32)), dim=-1)

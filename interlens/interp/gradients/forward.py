@@ -78,9 +78,9 @@ def forward_with_grad(
     pads mean nothing. `checkpoint=True` keeps only the layers' inputs and computes each layer again in the backward
     pass, in eval mode too. No setting of the model changes. ValueError, UnknownSite before the forward.
     """
-    if (input_ids is None) == (inputs_embeds is None):
-        raise ValueError("give exactly one of input_ids and inputs_embeds")
     given = input_ids if inputs_embeds is None else inputs_embeds
+    if given is None or (input_ids is not None and inputs_embeds is not None):
+        raise ValueError("give exactly one of input_ids and inputs_embeds")
     if attention_mask is not None and attention_mask.shape != given.shape[:2]:
         raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}, the input {tuple(given.shape[:2])}")
     packing = None if attention_mask is None or bool(attention_mask.all()) else Packing.of(attention_mask)

@@ -44,7 +44,8 @@ class VirtualTokenInjector:
         A forward must hold all placeholders of a row or none (decode steps). ValueError otherwise, HookDidNotFire if
         none was ever seen.
         """
-        embedding = unwrap(model).get_input_embeddings()
+        inner: Any = unwrap(model)
+        embedding = inner.get_input_embeddings()
         vectors = vectors[None] if vectors.dim() == 2 else vectors
         if vectors.dim() != 3 or vectors.shape[1] != self.n_soft or vectors.shape[2] != embedding.weight.shape[1]:
             wanted = f"[B, {self.n_soft}, {embedding.weight.shape[1]}]"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -14,7 +16,8 @@ def soft_embed(model: nn.Module, probs: Float[Tensor, "*token vocab"]) -> Float[
 
     The embedding module's own scale (Gemma) is included. Differentiable. ValueError for another vocabulary size.
     """
-    embedding = unwrap(model).get_input_embeddings()
+    inner: Any = unwrap(model)
+    embedding = inner.get_input_embeddings()
     table = embedding.weight
     if probs.shape[-1] != table.shape[0]:
         raise ValueError(f"probs over {probs.shape[-1]} tokens; this model embeds {table.shape[0]}")
