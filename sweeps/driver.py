@@ -287,6 +287,7 @@ class Driver:
         snapshot.replicas_ready, snapshot.replicas_wanted = crew.num_ready, self.config.cluster.replicas
         snapshot.replica_deaths, snapshot.tokens = crew.deaths, sum(self._tokens.values())
         snapshot.cells_per_s = max(ledger.num_held - self._held_before, 0) / max(snapshot.elapsed_s, 1e-9)
+        snapshot.finished = sum(sum(v.get("cells", {}).values()) for v in counters.values())
         snapshot.utilisation = {name: dict(v["seconds"]) for name, v in counters.items() if "seconds" in v}
         since, tokens = self._last_rate
         if now - since >= self.config.run.interval_s:

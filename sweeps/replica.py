@@ -50,8 +50,12 @@ class Replica:
         self.models = Models(self.config)
         self.ticks: dict[str, int] = {}
         """Unit -> steps it has seen; a unit whose number stands still has stalled."""
+        self.cells: dict[str, int] = {}
+        """Unit in flight -> its finished cells."""
         self.tokens = 0
         self.seconds: dict[str, float] = defaultdict(float)
+        """By activity, summed over units: forward (turns, with what waits for the engine's lock) and writing."""
+        self._busy = _Busy()
         self._settings: dict[tuple, Setting] = {}
         self._lock = threading.Lock()
         self._configs: dict[int, SweepConfig] = {}
@@ -63,6 +67,7 @@ class Replica:
         begun = time.monotonic()
         torch.set_num_threads(self._threads)
         self.models.load(self.config)
+        self._busy.begin()
         reach("replica.loaded")
         return {"models": self.models.facts(), "load_s": round(time.monotonic() - begun, 3)}
 
@@ -71,6 +76,7 @@ class Replica:
         unit, trunk_units, attempts = unpack(packed)
         self.ticks[unit.id] = 0
         reach("replica.started")
+        self._busy.enter()
         try:
             return UnitRun(self, unit, trunk_units, attempts).run()
         except Exception as error:
@@ -80,11 +86,15 @@ class Replica:
                 "traceback": traceback.format_exc()[-ERROR_CHARS:],
             }  # fmt: skip
         finally:
+            self._busy.leave()
             self.ticks.pop(unit.id, None)
+            self.cells.pop(unit.id, None)
 
     def counters(self) -> dict[str, Any]:
         """What moves: steps of each unit in flight, tokens generated, seconds by activity."""
-        return {"units": dict(self.ticks), "tokens": self.tokens, "seconds": dict(self.seconds)}
+        seconds = {activity: round(spent, 2) for activity, spent in self.seconds.items()}
+        seconds["waiting"] = round(self._busy.idle_s(), 2)
+        return {"units": dict(self.ticks), "cells": dict(self.cells), "tokens": self.tokens, "seconds": seconds}
 
     def stop(self) -> None:
         """Let every unit in flight commit what is complete and hand over the rest."""
@@ -129,6 +139,7 @@ class UnitRun:
 
         rows = self.replica.config.cluster.rows
         self.scheduler = Scheduler(max_live=max(2 * rows, 64), tick=self._tick)
+        begun, written = time.monotonic(), self.replica.seconds["writing"]
         try:
             self._start()
             for done in self.scheduler:
@@ -140,6 +151,8 @@ class UnitRun:
             raise
         finally:
             self.scheduler.close()
+            written = self.replica.seconds["writing"] - written
+            self.replica.seconds["forward"] += max(time.monotonic() - begun - written, 0.0)
         return self._close()
 
     # ---- trunks
@@ -241,6 +254,7 @@ class UnitRun:
         self.writer.add_cell(cell, messages[start:], records, outcomes, start=start)
         self.left.pop(cell.id)
         self.num_held += 1
+        self.replica.cells[self.unit.id] = self.num_held
 
     def _add_to_sums(self, result: CellResult) -> dict[str, Any]:
         """The states with this cell in all of them, or an exception and no state changed."""
@@ -281,6 +295,30 @@ class UnitRun:
         reach("replica.in_forward")
         if self.replica.stopping.is_set():
             raise Stopped
+
+
+class _Busy:
+    """How long no unit was in flight."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._units, self._since, self._idle = 0, None, 0.0
+
+    def begin(self) -> None:
+        self._since = time.monotonic()
+
+    def enter(self) -> None:
+        with self._lock:
+            self._idle = self.idle_s()
+            self._units, self._since = self._units + 1, None
+
+    def leave(self) -> None:
+        with self._lock:
+            self._units -= 1
+            self._since = None if self._units else time.monotonic()
+
+    def idle_s(self) -> float:
+        return self._idle + (time.monotonic() - self._since if self._since is not None else 0.0)
 
 
 def _analyzers(paths: tuple[str, ...]) -> Iterator[Any]:

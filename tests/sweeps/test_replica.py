@@ -1,0 +1,201 @@
+"""Laws of a replica, with a tiny float32 model: what a unit writes does not depend on how it came to run."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sweeps import driver, store
+from sweeps import run as reader
+from sweeps.compose import from_plain
+from tests.conversation.tokenizers import CHATML, make
+from tests.tiny import tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = make(CHATML, eos="<|im_end|>", special=("<|im_start|>",))
+    tiny("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def settings(model, *, num_items=3, unit_cells=4, seeds=2, executor="inline", **changes):
+    plain = {
+        "experiment": "tiny",
+        "scenario": {
+            "items": [{"id": f"i{n}", "topic": f"topic {n}"} for n in range(num_items)],
+            "participants": {
+                "alice": {"model": "tiny", "max_new_tokens": 5}, "bob": {"model": "tiny", "max_new_tokens": 6},
+            },
+            "opening": "Let's talk about {topic}.",
+            "trunk": {"turns": 2, "seeds": 1},
+            "branch": {"turns": 2, "seeds": seeds},
+            "analyzers": ["tests.sweeps.test_replica:analyze"],
+        },
+        "models": {"tiny": {"source": str(model), "dtype": "float32"}},
+        "grid": {"framing": {"warm": "Be warm.", "cold": "Be cold."}},
+        "intervention": [{"participants": ["bob"], "direction": "random:1", "layers": [1], "coef": 2.0}],
+        "capture": [{"participants": ["bob"], "layers": [0, 2], "tokens": "answer", "pool": "mean"},
+                    {"participants": ["bob"], "layers": [1], "tokens": "answer"}],
+        "aggregate": {"outcomes": {}},
+        "plan": {"unit_cells": unit_cells},
+        "cluster": {"executor": executor, "replicas": 1, "rows": 8},
+        "run": {"progress": "none", "interval_s": 0.2},
+    }  # fmt: skip
+    for path, value in changes.items():
+        section, key = path.split("__")
+        plain[section] = {**plain[section], key: value}
+    return from_plain(plain)
+
+
+class Switch:
+    """What `analyze` does next: raise for an item, stop the run after n cells."""
+
+    fail_item: str | None = None
+    stop_after: int | None = None
+    seen = 0
+
+
+def analyze(conversation):
+    Switch.seen += 1
+    if conversation.row["id"] == Switch.fail_item:
+        raise ValueError("this item cannot be analysed")
+    return {"words": float(sum(len(m.content.split()) for m in conversation.transcript))}
+
+
+@pytest.fixture(autouse=True)
+def switched_off():
+    yield
+    Switch.fail_item = Switch.stop_after = None
+    Switch.seen = 0
+
+
+def contents(folder):
+    """Cell -> its whole conversation with tokens, and every record's address and values."""
+    run = reader.open(folder)
+    cells = [row["cell"] for row in run.cells.to_pylist() if row["state"] == "done"]
+    talk = {
+        cell: [(m.author, m.content, m.fed.generated if m.fed else None) for m in run.messages(cell)] for cell in cells
+    }
+    values = {}
+    for cell in cells:
+        for r in run.query(cell=cell):
+            values[cell, r.participant, r.message_idx, r.layer, r.site, r.pool] = r.tensor.float().numpy()
+    return talk, values
+
+
+def same(a, b):
+    (talk_a, values_a), (talk_b, values_b) = a, b
+    assert talk_a == talk_b and values_a.keys() == values_b.keys()
+    for key, value in values_a.items():
+        np.testing.assert_allclose(value, values_b[key], atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert driver.run(settings(model), folder) == 0
+    return folder
+
+
+def test_a_sweep_writes_what_it_planned(undisturbed):
+    talk, values = contents(undisturbed)
+    assert len(talk) == 12
+    for messages in talk.values():
+        assert [author for author, *_ in messages] == ["moderator", "alice", "bob", "moderator", "alice", "bob"]
+    assert {key[3:] for key in values} == {(0, "residual", "mean"), (2, "residual", "mean"), (1, "residual", None)}
+    trunks = {tuple(messages[:3]) for messages in talk.values()}
+    assert len(trunks) == 3, "cells of one trunk share its messages"
+    outcomes = (undisturbed / "aggregates" / "outcomes.json").read_text()
+    assert "words" in outcomes
+
+
+@pytest.mark.parametrize(
+    "change", [{"unit_cells": 12}, {"unit_cells": 1}, {"cluster__in_flight": 1}, {"cluster__rows": 2}]
+)
+def test_neither_units_nor_rows_nor_units_in_flight_change_a_cell(model, undisturbed, tmp_path, change):
+    assert driver.run(settings(model, **change), tmp_path / "run") == 0
+    same(contents(tmp_path / "run"), contents(undisturbed))
+
+
+def test_stopped_and_continued_equals_uninterrupted(model, undisturbed, tmp_path, monkeypatch):
+    from sweeps.replica import UnitRun
+
+    real = UnitRun._cell_done
+
+    def stop_after_five(self, done):
+        real(self, done)
+        Switch.seen += 1
+        if Switch.seen == 5:
+            self.replica.stop()
+            stopping.append("SIGTERM")
+
+    stopping: list[str] = []
+    monkeypatch.setattr(UnitRun, "_cell_done", stop_after_five)
+    check = driver.Driver._check_stops
+
+    def check_after_signal(self, crew):
+        if stopping:
+            self._on_signal(stopping[0])
+        check(self, crew)
+
+    monkeypatch.setattr(driver.Driver, "_check_stops", check_after_signal)
+    assert driver.run(settings(model, unit_cells=12), tmp_path / "run") == 4
+    commits = list(store.list_commits(tmp_path / "run"))
+    assert len(commits) == 1 and len(commits[0].children) == 1 and 0 < len(commits[0].cells) < 12
+    monkeypatch.undo()
+    before = contents(tmp_path / "run")[0]
+    assert driver.run(settings(model, unit_cells=12), tmp_path / "run") == 0
+    same(contents(tmp_path / "run"), contents(undisturbed))
+    assert all(contents(tmp_path / "run")[0][cell] == talk for cell, talk in before.items())
+    trunks = [t for c in store.list_commits(tmp_path / "run") for t in c.trunks]
+    assert len(trunks) == len(set(trunks)) == 3
+
+
+def test_an_extension_continues_committed_trunks(model, undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    assert driver.run(settings(model, seeds=1), folder) == 0
+    first = {c.unit for c in store.list_commits(folder)}
+    assert driver.run(settings(model), folder) == 0
+    same(contents(folder), contents(undisturbed))
+    later = [c for c in store.list_commits(folder) if c.unit not in first]
+    assert later and not any(c.trunks for c in later)
+
+
+def test_a_cell_that_raises_is_a_row_in_failures_and_can_be_tried_again(model, undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    Switch.fail_item = "i1"
+    assert driver.run(settings(model), folder) == 3
+    run = reader.open(folder)
+    rows = run.table("failures").to_pylist()
+    assert len(rows) == 4 and run.counts == {"done": 8, "failed": 4, "pending": 0}
+    assert all("this item cannot be analysed" in r["error"] and "analyze" in r["traceback"] for r in rows)
+    Switch.fail_item = None
+    again = settings(model)
+    assert driver.run(replace(again, run=replace(again.run, retry_failed=True)), folder) == 0
+    same(contents(folder), contents(undisturbed))
+
+
+def test_a_trunk_that_fails_fails_its_cells_and_no_others(model, tmp_path, monkeypatch):
+    from sweeps.casting import Setting
+
+    real = Setting.conversation
+
+    @functools.wraps(real)
+    def failing(self, part, row, before=()):
+        if part == "trunk" and row["id"] == "i2":
+            raise RuntimeError("no trunk today")
+        return real(self, part, row, before)
+
+    monkeypatch.setattr(Setting, "conversation", failing)
+    folder = tmp_path / "run"
+    assert driver.run(settings(model), folder) == 3
+    run = reader.open(folder)
+    assert run.counts == {"done": 8, "failed": 4, "pending": 0}
+    rows = run.table("failures").to_pylist()
+    assert sum(r["cell"] is None for r in rows) == 1 and all("no trunk today" in r["error"] for r in rows)
