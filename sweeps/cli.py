@@ -90,6 +90,7 @@ def _run(arguments: list[str]) -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
+    from . import executors
     from .compose import conf_dir, explain, relaxed
     from .config import ConfigError
 
@@ -107,6 +108,7 @@ def _run(arguments: list[str]) -> int:
     with (
         tempfile.TemporaryDirectory() as scratch,
         _program("sweeps run", given + [f"hydra.sweep.dir={scratch}"] * multirun),
+        executors.shared(),
     ):
         try:
             app()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -25,7 +26,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import aggregates, executors, folder, store
+from interlens.errors import InterlensError
+
+from . import aggregates, estimate, executors, folder, garbage, store
 from . import run as reader
 from .config import ConfigError, SweepConfig
 from .crew import Crew
@@ -40,6 +43,10 @@ from .writer import UnitWriter
 
 STOP_S = 20.0
 """How long replicas have to hand over after a signal; what they do not commit by then stays open."""
+
+
+MIN_FREE_BYTES = 50_000_000
+"""Below this a run stops while what is complete can still be committed."""
 
 
 class Stop(Exception):
@@ -68,6 +75,10 @@ def run(config: SweepConfig, run_dir: str | Path, *, replica: str = REPLICA) -> 
     except OSError as error:
         progress.complain(f"error: {error}")
         return 5 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 1
+    except InterlensError as error:
+        progress.complain(f"error: {error}")
+        progress.event("error", error=str(error))
+        return 1
     except Exception as error:
         progress.complain(traceback.format_exc())
         progress.event("error", error=str(error))
@@ -104,33 +115,49 @@ class Driver:
         self._held_before, self._failed_before = self.ledger.num_held, self.ledger.num_failed
         fresh = not self.ledger.complete
         if fresh:
+            self._check_fit()
             with _signals(self._on_signal):
                 try:
                     self._run_units()
                 except Stop as stop:
                     return self._stopped(stop)
         reach("driver.complete")
+        if fresh:
+            garbage.collect(self.root, leased=True)
         return self._finish(fresh)
 
+    def _check_fit(self) -> None:
+        """Refuse what cannot be continued with these libraries, or would not fit the disk."""
+        if changed := folder.changed_versions(self.root):
+            raise folder.RunRefused(
+                f"{self.root} was begun with other versions ({', '.join(changed)}), which may change what cells say; "
+                "install those, or give another run.dir"
+            )
+        pending = self.ledger.num_cells - self.ledger.num_held - self.ledger.num_failed
+        needed, free = pending * estimate.tensor_bytes(self.config), shutil.disk_usage(self.root).free
+        if needed > free and not self.config.run.force:
+            raise folder.RunRefused(
+                f"up to {estimate.human(needed)} of activations are still to be written and {estimate.human(free)} are "
+                f"free at {self.root}; free some, capture less, or set run.force=true"
+            )
+
     def _run_units(self) -> None:
-        config = _for_actors(self.config)
-        executor = executors.make(config, str(self.root), self.config.cluster, self._replica)
-        reach("driver.connected")
-        try:
-            crew = Crew(executor, self.config.cluster)
-            while not self.ledger.complete:
-                crew.tend(self.ledger.open_by_cast())
-                self._dispatch(crew)
-                for event in executor.events(0.5):
-                    self._hear(event, crew)
-                self._look_around(crew)
-                self._check_stops(crew)
-        except Stop as stop:
-            if stop.code == 4:
-                self._hand_over(crew)
-            raise
-        finally:
-            executor.close()
+        config, cluster = _for_actors(self.config), self.config.cluster
+        with executors.opened(config, str(self.root), cluster, self._replica) as executor:
+            reach("driver.connected")
+            crew = Crew(executor, cluster)
+            try:
+                while not self.ledger.complete:
+                    crew.tend(self.ledger.open_by_cast())
+                    self._dispatch(crew)
+                    for event in executor.events(0.5):
+                        self._hear(event, crew)
+                    self._look_around(crew)
+                    self._check_stops(crew)
+            except Stop as stop:
+                if stop.code == 4:
+                    self._hand_over(crew)
+                raise
 
     def _load(self) -> None:
         """The ledger, from the plan and the commits."""
@@ -268,6 +295,8 @@ class Driver:
                 self._stalled(member.name, crew)
             self._measure(now, crew, counters)
             crew.executor.publish(self._metrics(crew))
+            if (free := shutil.disk_usage(self.root).free) < MIN_FREE_BYTES:
+                self._space = f"{estimate.human(free)} are left at {self.root}"
         self.progress.update(self.snapshot)
 
     def _stalled(self, name: str, crew: Crew) -> None:

@@ -7,6 +7,7 @@ the object store. An instance of Ray is started here only when no address is giv
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import socket
@@ -110,9 +111,18 @@ class RayExecutor:
         self._refs: dict[Any, tuple[str, str, str | None]] = {}
         """Awaited result -> (what, replica, unit)."""
         self._gauges: dict[str, Gauge] = {}
+        self._warm: list[_Handle] = []
+        """Loaded actors of a finished run, for the next one of this process."""
         self._own = None if ray.is_initialized() else _connect(cluster)
 
     def start(self, replica: str, cast: str) -> None:
+        if warm := next((handle for handle in self._warm if handle.cast == cast), None):
+            self._warm.remove(warm)
+            self._handles[replica] = warm
+            self._await(warm.actor.load.remote(*self._arguments, cast), "load", replica)
+            return
+        if self._warm:  # of another cast: it holds the place of the new one
+            self._end(self._warm.pop())
         handle = self._handles[replica] = _Handle(cast)
         if self._cluster.num_gpus > 1:
             bundle = {"CPU": self._cluster.num_cpus, "GPU": self._cluster.num_gpus, **self._cluster.resources}
@@ -149,7 +159,7 @@ class RayExecutor:
                 handle.actor.stop.options(concurrency_group="watch").remote()
 
     def kill(self, replica: str) -> None:
-        self._forget(replica, kill=True)
+        self._forget(replica)
 
     def describe(self) -> str:
         wanted = {"CPU": self._cluster.num_cpus, "GPU": self._cluster.num_gpus, **self._cluster.resources}
@@ -164,9 +174,30 @@ class RayExecutor:
                 self._gauges[name] = Gauge(f"sweeps_{name}", description=METRICS[name])
             self._gauges[name].set(value)
 
+    def rebind(self, config: dict[str, Any], run_dir: str, cluster: ClusterConfig, replica: str) -> bool:
+        """Serve another run with the replicas that are warm. False if they do not fit it."""
+        if (cluster, replica) != (self._cluster, self._path):
+            return False
+        self._arguments = (config, os.path.abspath(run_dir))
+        return True
+
+    def release(self) -> None:
+        """End the replicas that are loading or have a unit in flight, and keep the others warm."""
+        busy = {replica for what, replica, _ in self._refs.values() if what != "counters"}
+        for replica in busy:
+            self._forget(replica)
+        for handle in self._handles.values():
+            handle.counters, handle.asked = {}, None
+            self._warm.append(handle)
+        self._handles.clear()
+        self._refs.clear()
+
     def close(self) -> None:
+        for handle in self._warm:
+            self._end(handle)
+        self._warm.clear()
         for replica in list(self._handles):
-            self._forget(replica, kill=True)
+            self._forget(replica)
         if self._own is not None:
             self._own.disconnect()
             self._own = None
@@ -244,16 +275,20 @@ class RayExecutor:
         return [self._lost(replica, "the replica is unreachable", counts=False) for replica in overdue]
 
     def _lost(self, replica: str, error: str, *, counts: bool) -> Event:
-        self._forget(replica, kill=True)
+        self._forget(replica)
         return Event(kind="lost", replica=replica, error=error, counts=counts)
 
-    def _forget(self, replica: str, *, kill: bool) -> None:
+    def _forget(self, replica: str) -> None:
         handle = self._handles.pop(replica, None)
         if handle is None:
             return
         for ref in [ref for ref, entry in self._refs.items() if entry[1] == replica]:
             del self._refs[ref]
-        if kill and handle.actor is not None:
+        self._end(handle)
+
+    @staticmethod
+    def _end(handle: _Handle) -> None:
+        if handle.actor is not None:
             ray.kill(handle.actor, no_restart=True)
         if handle.group is not None:
             remove_placement_group(handle.group)
@@ -269,6 +304,7 @@ def _connect(cluster: ClusterConfig) -> Any:
     """Join the cluster at the given address, or start one here. Returns the context of what was started or joined."""
     address = cluster.address or os.environ.get("RAY_ADDRESS")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
+    logging.getLogger("ray").setLevel(logging.ERROR)
     if address:
         return ray.init(address=address, **quiet)
     cpus = max(math.ceil(cluster.replicas * cluster.num_cpus), os.cpu_count() or 1)

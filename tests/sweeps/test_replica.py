@@ -54,15 +54,12 @@ def settings(model, *, num_items=3, unit_cells=4, seeds=2, executor="inline", **
 
 
 class Switch:
-    """What `analyze` does next: raise for an item, stop the run after n cells."""
+    """What `analyze` does next: raise for an item."""
 
     fail_item: str | None = None
-    stop_after: int | None = None
-    seen = 0
 
 
 def analyze(conversation):
-    Switch.seen += 1
     if conversation.row["id"] == Switch.fail_item:
         raise ValueError("this item cannot be analysed")
     return {"words": float(sum(len(m.content.split()) for m in conversation.transcript))}
@@ -71,8 +68,7 @@ def analyze(conversation):
 @pytest.fixture(autouse=True)
 def switched_off():
     yield
-    Switch.fail_item = Switch.stop_after = None
-    Switch.seen = 0
+    Switch.fail_item = None
 
 
 def contents(folder):
@@ -128,15 +124,14 @@ def test_stopped_and_continued_equals_uninterrupted(model, undisturbed, tmp_path
 
     real = UnitRun._cell_done
 
-    def stop_after_five(self, done):
+    def stop_after_three(self, done):
         real(self, done)
-        Switch.seen += 1
-        if Switch.seen == 5:
+        if self.num_held == 3:
             self.replica.stop()
             stopping.append("SIGTERM")
 
     stopping: list[str] = []
-    monkeypatch.setattr(UnitRun, "_cell_done", stop_after_five)
+    monkeypatch.setattr(UnitRun, "_cell_done", stop_after_three)
     check = driver.Driver._check_stops
 
     def check_after_signal(self, crew):
