@@ -37,7 +37,7 @@ class Fake:
 
         plain = SweepConfig.from_dict(config)
         self.root = run_dir
-        self.sums = aggregates.sums(aggregates.build({a.name: a.options for a in plain.aggregate}))
+        self.sums = aggregates.sums(aggregates.build(plain.aggregate))
 
     def load(self):
         return {"models": {}}
@@ -186,7 +186,8 @@ def section_write(args, folder: Path) -> None:
         writer.commit()
         ratios.append(size / (time.monotonic() - begun) / raw)
     on_disk = sum(p.stat().st_size for p in (root / "activations").rglob("*.safetensors"))
-    show("shard writing", f"{max(ratios):.2f} of a raw write and fsync", f">= 0.70; all tries {ratios}; {size >> 20} MB")
+    tries = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    show("shard writing", f"{max(ratios):.2f} of a raw write and fsync", f">= 0.70; all tries {tries}; {size >> 20} MB")
     show("bytes on disk", f"{on_disk / size:.4f} x the tensors", "<= 1.05 x")
 
 
@@ -211,7 +212,8 @@ def section_read(args, folder: Path) -> None:
 
     np.testing.assert_allclose(ours(), theirs(), atol=1e-5)
     best = {read.__name__: min(timed(read) for _ in range(5)) for read in (ours, theirs)}
-    show("reading a layer back", f"{best['theirs'] / best['ours']:.2f} of numpy over a flat memory-mapped file", ">= 0.70")
+    found = f"{best['theirs'] / best['ours']:.2f} of numpy over a flat memory-mapped file"
+    show("reading a layer back", found, ">= 0.70")
 
 
 def section_files(args, folder: Path) -> None:
@@ -231,7 +233,8 @@ def section_files(args, folder: Path) -> None:
     writer.commit()
     per_unit = sum(1 for path in (folder / "files").rglob("*") if path.is_file())
     units = -(-100_000 // 1024)
-    show("files", f"{per_unit * units} for 100000 rollouts x 8 layers at 1024 cells a unit", f"< 1000; {per_unit} a unit")
+    found = f"{per_unit * units} for 100000 rollouts x 8 layers at 1024 cells a unit"
+    show("files", found, f"< 1000; {per_unit} a unit")
 
 
 def section_replicas(args, folder: Path) -> None:
@@ -255,7 +258,9 @@ prompt = tuple(tokenizer("Let's talk about rain.")["input_ids"])
 ask = lambda n: [Request(tokens=prompt, key=(i,), sampling=Sampling(max_new_tokens=n)) for i in range(16)]
 engine.run(ask(2))
 print("ready", flush=True); sys.stdin.readline()
-begun = time.monotonic(); replies = engine.run(ask(48)); print(sum(len(r.tokens) for r in replies) / (time.monotonic() - begun))
+begun = time.monotonic()
+replies = engine.run(ask(48))
+print(sum(len(r.tokens) for r in replies) / (time.monotonic() - begun))
 """
 
 

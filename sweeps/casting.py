@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from . import inputs, items, shapes
 from .config import CaptureConfig, InterventionConfig, ParticipantConfig, SweepConfig
 from .estimate import captures_turn, speakers
+from .places import Remote
 from .selection import parse_tokens
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Setting:
 
     config: SweepConfig
     models: Models
-    root: Path
+    root: Path | Remote
     names: dict[str, str] = field(init=False)
     """Local participant -> model name, the partition of its records."""
     _edits: list[tuple[InterventionConfig, SteeringSpec]] = field(init=False)

@@ -16,6 +16,7 @@ from .config import ClusterConfig
 from .executors import Event, Executor
 
 MAX_BACKOFF_S = 30.0
+MAX_FAILED_LOADS = 3
 
 
 @dataclass
@@ -40,6 +41,8 @@ class Crew:
         self.deaths = 0
         self.deaths_in_a_row = 0
         """Without a commit between them."""
+        self.failed_loads = 0
+        """Replicas that died while they loaded, since one was last ready."""
         self.last_error = ""
         self._started = 0
         self._not_before = 0.0
@@ -71,9 +74,11 @@ class Crew:
             member.state, member.since = "loading", self._clock()
         elif event.kind == "ready":
             member.state, member.since = "ready", self._clock()
+            self.failed_loads = 0
         elif event.kind == "done" and event.unit:
             member.moved.pop(event.unit, None)
         elif event.kind == "lost":
+            self.failed_loads += member.state == "loading" and event.counts
             self._buried(member, event.error)
 
     def sent(self, name: str, unit: str) -> None:
@@ -122,6 +127,10 @@ class Crew:
             return (
                 f"{self.deaths_in_a_row} replicas died without a unit being closed between them (cluster.max_deaths); "
                 f"the last one: {self.last_error.strip() or 'no message'}"
+            )
+        if self.failed_loads >= MAX_FAILED_LOADS:
+            return (
+                f"{self.failed_loads} replicas could not load, and none could; the last one: {self.last_error.strip()}"
             )
         if any(m.state != "asked" for m in self.members.values()):
             self._alone_since = self._clock()

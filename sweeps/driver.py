@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import shlex
-import shutil
 import signal
 import sys
 import threading
@@ -36,6 +35,7 @@ from .executors import REPLICA, Event
 from .failpoints import reach
 from .lease import Held, Lease
 from .ledger import Closed, Ledger, LedgerError, Needs, Verdict, split
+from .places import Remote, place
 from .planfile import PlanFile
 from .progress import Progress, Snapshot
 from .units import Units, pack
@@ -59,7 +59,7 @@ class Stop(Exception):
 
 def run(config: SweepConfig, run_dir: str | Path, *, replica: str = REPLICA) -> int:
     """Run what is missing of a sweep in `run_dir` and return the exit code. Never raises for what a run can meet."""
-    root = Path(run_dir)
+    root = place(run_dir)
     progress = Progress(root, config.run.progress, config.run.interval_s)
     lease = Lease(root, say=progress.say)
     try:
@@ -91,7 +91,7 @@ def run(config: SweepConfig, run_dir: str | Path, *, replica: str = REPLICA) -> 
 class Driver:
     """One run of one folder. Everything it knows is in the folder, or can be lost."""
 
-    def __init__(self, config: SweepConfig, root: Path, progress: Progress, lease: Lease, replica: str):
+    def __init__(self, config: SweepConfig, root: Path | Remote, progress: Progress, lease: Lease, replica: str):
         self.config, self.root, self.progress, self.lease, self._replica = config, root, progress, lease, replica
         self.plan = PlanFile(root)
         self.units = Units(self.plan.unit, lambda name: store.read_commit(root, name))
@@ -115,7 +115,7 @@ class Driver:
         self._held_before, self._failed_before = self.ledger.num_held, self.ledger.num_failed
         fresh = not self.ledger.complete
         if fresh:
-            self._check_fit()
+            self._check_versions()
             with _signals(self._on_signal):
                 try:
                     self._run_units()
@@ -126,19 +126,12 @@ class Driver:
             garbage.collect(self.root, leased=True)
         return self._finish(fresh)
 
-    def _check_fit(self) -> None:
-        """Refuse what cannot be continued with these libraries, or would not fit the disk."""
+    def _check_versions(self) -> None:
+        """Refuse to continue with libraries that may change what cells say."""
         if changed := folder.changed_versions(self.root):
             raise folder.RunRefused(
                 f"{self.root} was begun with other versions ({', '.join(changed)}), which may change what cells say; "
                 "install those, or give another run.dir"
-            )
-        pending = self.ledger.num_cells - self.ledger.num_held - self.ledger.num_failed
-        needed, free = pending * estimate.tensor_bytes(self.config), shutil.disk_usage(self.root).free
-        if needed > free and not self.config.run.force:
-            raise folder.RunRefused(
-                f"up to {estimate.human(needed)} of activations are still to be written and {estimate.human(free)} are "
-                f"free at {self.root}; free some, capture less, or set run.force=true"
             )
 
     def _run_units(self) -> None:
@@ -295,7 +288,7 @@ class Driver:
                 self._stalled(member.name, crew)
             self._measure(now, crew, counters)
             crew.executor.publish(self._metrics(crew))
-            if (free := shutil.disk_usage(self.root).free) < MIN_FREE_BYTES:
+            if isinstance(self.root, Path) and (free := estimate.free_bytes(self.root)) < MIN_FREE_BYTES:
                 self._space = f"{estimate.human(free)} are left at {self.root}"
         self.progress.update(self.snapshot)
 
@@ -382,7 +375,7 @@ class Driver:
         names = [entry.name for entry in self.config.aggregate]
         missing = [name for name in names if not (self.root / "aggregates" / f"{name}.json").exists()]
         if names and (fresh or missing):
-            aggregates.finalize(reader.open(self.root))
+            aggregates.finalize(reader.open(self.root), self.config.aggregate)
         reach("driver.aggregated")
         self.snapshot.state = "complete"
         self.progress.update(self.snapshot, now=fresh)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from . import store
+from .places import place
 
 KEPT = 1000
 """How many numbers stay; older ones are deleted by the holder."""
@@ -30,8 +31,8 @@ class Held(RuntimeError):
 class Lease:
     """The right to drive one run folder. `acquire`, then look at `lost` now and then, then `release`."""
 
-    def __init__(self, root: str | Path, *, interval_s: float = 10.0, takeover_s: float = 60.0, say=lambda line: None):
-        self.root, self.interval_s, self.takeover_s, self._say = Path(root), interval_s, takeover_s, say
+    def __init__(self, root: store.Root, *, interval_s: float = 10.0, takeover_s: float = 60.0, say=lambda line: None):
+        self.root, self.interval_s, self.takeover_s, self._say = place(root), interval_s, takeover_s, say
         self.holder = secrets.token_hex(8)
         self.number = 0
         self.lost: str | None = None
@@ -103,7 +104,7 @@ class Lease:
 
     def _numbers(self) -> list[int]:
         folder = self.root / "_lease"
-        names = os.listdir(folder) if folder.is_dir() else []
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit()]
 
     def _latest(self) -> int:
@@ -113,7 +114,7 @@ class Lease:
         return store.read_json(self.root, f"_lease/{number}.json")
 
 
-def latest(root: str | Path) -> dict[str, Any] | None:
+def latest(root: store.Root) -> dict[str, Any] | None:
     """The newest lease number's content, with `over`: whether its holder released it or is known to be dead."""
     lease = Lease(root)
     if not (number := lease._latest()):
@@ -122,7 +123,7 @@ def latest(root: str | Path) -> dict[str, Any] | None:
     return {**content, "over": _is_over(content)}
 
 
-def _refusal(root: Path, standing: dict[str, Any]) -> str:
+def _refusal(root: Any, standing: dict[str, Any]) -> str:
     return (
         f"another driver is running {root} (pid {standing.get('pid')} on {standing.get('host')}); "
         "stop it first, or give another run.dir"

@@ -5,6 +5,7 @@ Totals come from commits, motion from counters. `status` reads the folder only, 
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from . import lease, store
+from .places import Remote, place
 
 
 @dataclass(kw_only=True)
@@ -67,8 +69,8 @@ class Snapshot:
 class Progress:
     """Shows a run and leaves its traces. `mode`: auto (a bar in a terminal, else plain lines), rich, plain, none."""
 
-    def __init__(self, root: str | Path, mode: str = "auto", interval_s: float = 10.0):
-        self.root, self.interval_s = Path(root), interval_s
+    def __init__(self, root: store.Root, mode: str = "auto", interval_s: float = 10.0):
+        self.root, self.interval_s = place(root), interval_s
         self._mode = ("rich" if sys.stdout.isatty() else "plain") if mode == "auto" else mode
         self._bar: Any = None
         self._task: Any = None
@@ -93,12 +95,17 @@ class Progress:
         """Append to events.jsonl. Without the disk for it, the run goes on."""
         try:
             if self._events is None:
-                self._events = open(self.root / "events.jsonl", "a", encoding="utf-8")  # noqa: SIM115
-            line = json.dumps({"time": _now(), "event": kind, **fields}, ensure_ascii=False, default=str)
-            self._events.write(line + "\n")
+                self._events = self._open_events()
+            content = {"time": _now(), "clock": round(time.time(), 3), "event": kind, **fields}
+            self._events.write(json.dumps(content, ensure_ascii=False, default=str) + "\n")
             self._events.flush()
         except OSError as error:
             self.say(f"events.jsonl cannot be written: {error}")
+
+    def _open_events(self) -> Any:
+        if isinstance(self.root, Remote):
+            return _RemoteLog(self.root)
+        return open(self.root / "events.jsonl", "a", encoding="utf-8")
 
     def update(self, snapshot: Snapshot, *, now: bool = False) -> None:
         """Show a snapshot, at most once per interval unless `now`; the bar moves every time."""
@@ -111,6 +118,8 @@ class Progress:
             self.say(snapshot.line())
         content = {"time": _now(), **asdict(snapshot), "pending": snapshot.pending, "eta_s": snapshot.eta_s}
         try:
+            if isinstance(self._events, _RemoteLog):
+                self._events.upload()
             store.replace(self.root, "progress.json", store.dump_json(content))
         except OSError as error:
             self.say(f"progress.json cannot be written: {error}")
@@ -141,9 +150,26 @@ class Progress:
         self._bar.update(self._task, total=snapshot.cells, completed=snapshot.held + snapshot.failed, rest=rest)
 
 
-def status(root: str | Path) -> list[str]:
+class _RemoteLog(io.StringIO):
+    """events.jsonl where nothing can be appended: kept here and put as a whole now and then."""
+
+    def __init__(self, root: Remote):
+        before = (root / "events.jsonl").read_text() if (root / "events.jsonl").exists() else ""
+        super().__init__()
+        self.write(before)
+        self._root = root
+
+    def upload(self) -> None:
+        store.replace(self._root, "events.jsonl", self.getvalue().encode())
+
+    def close(self) -> None:
+        self.upload()
+        super().close()
+
+
+def status(root: store.Root) -> list[str]:
     """Where a run stands, from its folder alone, in a few lines. FileNotFoundError where there is no run."""
-    root = Path(root)
+    root = place(root)
     if not (root / "run.json").exists() and not (root / "plan").is_dir():
         raise FileNotFoundError(f"no run in {root}: it has neither run.json nor plan/; give a run folder")
     planned, held, failed, units = _planned(root), 0, 0, 0
@@ -175,7 +201,7 @@ def status(root: str | Path) -> list[str]:
     return [*lines, *_recent_failures(root)]
 
 
-def _recent_failures(root: Path, count: int = 3) -> list[str]:
+def _recent_failures(root: Path | Remote, count: int = 3) -> list[str]:
     try:
         lines = (root / "events.jsonl").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -193,7 +219,7 @@ def _recent_failures(root: Path, count: int = 3) -> list[str]:
     return ["latest events:", *reversed(found)] if found else []
 
 
-def _planned(root: Path) -> int:
+def _planned(root: Path | Remote) -> int:
     import pyarrow.parquet as pq
 
     return sum(pq.read_metadata(part).num_rows for part in sorted((root / "plan").glob("part-*.parquet")))

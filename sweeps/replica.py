@@ -16,7 +16,6 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -26,6 +25,7 @@ from .aggregates import CellResult
 from .casting import Models, Part, Setting
 from .config import SweepConfig
 from .failpoints import reach
+from .places import place
 from .plan import Cell, Trunk, Unit, applied
 from .units import part_of, unpack
 from .writer import UnitWriter
@@ -45,7 +45,7 @@ class Replica:
 
     def __init__(self, config: dict[str, Any], run_dir: str, cast: str, threads: int = 1):
         self.config = SweepConfig.from_dict(config)
-        self.root, self._cast, self._threads = Path(run_dir), cast, threads
+        self.root, self._cast, self._threads = place(run_dir), cast, threads
         self.stopping = threading.Event()
         self.models = Models(self.config)
         self.ticks: dict[str, int] = {}

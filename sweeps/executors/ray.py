@@ -106,7 +106,7 @@ class RayExecutor:
     """Replicas spread over the nodes of a Ray cluster."""
 
     def __init__(self, config: dict[str, Any], run_dir: str, cluster: ClusterConfig, replica: str):
-        self._arguments, self._cluster, self._path = (config, os.path.abspath(run_dir)), cluster, replica
+        self._arguments, self._cluster, self._path = (config, _absolute(run_dir)), cluster, replica
         self._handles: dict[str, _Handle] = {}
         self._refs: dict[Any, tuple[str, str, str | None]] = {}
         """Awaited result -> (what, replica, unit)."""
@@ -178,7 +178,7 @@ class RayExecutor:
         """Serve another run with the replicas that are warm. False if they do not fit it."""
         if (cluster, replica) != (self._cluster, self._path):
             return False
-        self._arguments = (config, os.path.abspath(run_dir))
+        self._arguments = (config, _absolute(run_dir))
         return True
 
     def release(self) -> None:
@@ -312,6 +312,11 @@ def _connect(cluster: ClusterConfig) -> Any:
         address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=cluster.object_store_memory,
         resources={k: v * cluster.replicas for k, v in cluster.resources.items()} or None, **quiet,
     )  # fmt: skip
+
+
+def _absolute(run_dir: str) -> str:
+    """A run folder as workers find it, whatever their working directory."""
+    return run_dir if "://" in run_dir else os.path.abspath(run_dir)
 
 
 def _answers(host: str, port: int) -> bool:
