@@ -116,9 +116,9 @@ def test_a_replica_killed_anywhere_loses_nothing(sweep, monkeypatch, point):
 
 
 def test_a_poison_cell_ends_alone_and_fails_after_three_tries(sweep):
-    assert sweep(items(8, i5="kill"), seeds=1, unit_cells=8) == 3
+    assert sweep(items(4, i2="kill"), seeds=1, unit_cells=8) == 3
     held, failed = sweep.settled()
-    assert len(held) == 7 and len(failed) == 1
+    assert len(held) == 3 and len(failed) == 1
     failing = next(c for c in store.list_commits(sweep.folder) if c.failed)
     assert failing.unit.startswith("u000000.") and not failing.cells
     import pyarrow.parquet as pq
