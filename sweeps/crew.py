@@ -42,7 +42,7 @@ class Crew:
         self.deaths_in_a_row = 0
         """Without a commit between them."""
         self.failed_loads = 0
-        """Replicas that died while they loaded, since one was last ready."""
+        """Replicas whose loading raised, since one was last ready."""
         self.last_error = ""
         self._started = 0
         self._not_before = 0.0
@@ -78,7 +78,7 @@ class Crew:
         elif event.kind == "done" and event.unit:
             member.moved.pop(event.unit, None)
         elif event.kind == "lost":
-            self.failed_loads += member.state == "loading" and event.counts
+            self.failed_loads += member.state == "loading" and event.raised
             self._buried(member, event.error)
 
     def sent(self, name: str, unit: str) -> None:

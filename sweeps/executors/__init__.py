@@ -30,7 +30,9 @@ class Event:
     error: str = ""
     """lost: why, with the traceback's text where there is one."""
     counts: bool = False
-    """lost: the process died (or could not load) while its node survived."""
+    """lost: the process died (or raised) while its node survived."""
+    raised: bool = False
+    """lost: it raised an exception of its own, which it would raise again."""
 
 
 class Executor(Protocol):

@@ -70,7 +70,9 @@ class InlineExecutor:
             made = self._make(*self._arguments, cast)
             loaded = made.load()
         except BaseException:
-            self._events.put(Event(kind="lost", replica=replica, error=traceback.format_exc(), counts=True))
+            self._events.put(
+                Event(kind="lost", replica=replica, error=traceback.format_exc(), counts=True, raised=True)
+            )
             return
         self._replicas[replica] = made
         self._events.put(Event(kind="ready", replica=replica, ack=loaded))
@@ -79,6 +81,8 @@ class InlineExecutor:
         try:
             ack = self._replicas[replica].run(unit)
         except BaseException:
-            self._events.put(Event(kind="lost", replica=replica, error=traceback.format_exc(), counts=True))
+            self._events.put(
+                Event(kind="lost", replica=replica, error=traceback.format_exc(), counts=True, raised=True)
+            )
             return
         self._events.put(Event(kind="done", replica=replica, unit=ack["unit"], ack=ack))

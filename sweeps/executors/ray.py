@@ -234,7 +234,7 @@ class RayExecutor:
         except RayTaskError as error:
             if what == "counters":
                 return None
-            return self._lost(replica, f"{error}", counts=True)
+            return self._lost(replica, str(error), counts=True, raised=True)
         except ActorUnavailableError as error:
             return self._suspect(replica, str(error))
         except ActorDiedError as error:
@@ -274,9 +274,9 @@ class RayExecutor:
         overdue = [n for n, h in self._handles.items() if h.suspect_since and now - h.suspect_since > SUSPECT_S]
         return [self._lost(replica, "the replica is unreachable", counts=False) for replica in overdue]
 
-    def _lost(self, replica: str, error: str, *, counts: bool) -> Event:
+    def _lost(self, replica: str, error: str, *, counts: bool, raised: bool = False) -> Event:
         self._forget(replica)
-        return Event(kind="lost", replica=replica, error=error, counts=counts)
+        return Event(kind="lost", replica=replica, error=error, counts=counts, raised=raised)
 
     def _forget(self, replica: str) -> None:
         handle = self._handles.pop(replica, None)
