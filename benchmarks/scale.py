@@ -49,6 +49,9 @@ class Fake:
         pass
 
     def run(self, packed):
+        import torch
+
+        from interlens.interp.activation_cache import ActivationRecord
         from sweeps.aggregates import CellResult
         from sweeps.units import unpack
         from sweeps.writer import UnitWriter
@@ -59,10 +62,11 @@ class Fake:
         for trunk in unit.trunks:
             if trunk.id not in trunk_units:
                 writer.add_trunk(trunk.id, ())
-        for number, cell in enumerate(unit.cells):
-            outcomes = {"words": float(number % 7)}
-            writer.add_cell(cell, (), (), outcomes)
-            result = CellResult(cell=cell, item_row=unit.items[cell.item], messages=[], records=[], outcomes=outcomes)
+        vector, common = torch.ones(1, 8), {"tokens": (1,), "positions": (0,), "pool": "mean", "num_pooled": 1}
+        records = [ActivationRecord("alice", 1, 0, "residual", vector, (0, 1), {"answer": (0, 1)}, **common)]
+        for cell in unit.cells:
+            writer.add_cell(cell, (), (), {"words": 1.0})
+            result = CellResult(cell=cell, item_row=unit.items[cell.item], messages=[], records=records)
             for aggregate in self.sums:
                 aggregate.add(states[aggregate.name], result)
         for name, state in states.items():
@@ -84,7 +88,7 @@ def settings(cells: int, folder: Path):
             "trunk": {"turns": 1, "seeds": 2}, "branch": {"turns": 1, "seeds": 4},
         },
         "grid": {"framing": {"warm": "Be warm.", "cold": "Be cold."}},
-        "aggregate": {"outcomes": {}},
+        "aggregate": {"moments": {"by": ["framing"]}},
         "cluster": {"executor": "ray", "replicas": 2, "num_cpus": 1},
         "run": {"progress": "none", "dir": str(folder / f"run-{cells}")},
     })  # fmt: skip

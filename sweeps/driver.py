@@ -375,7 +375,9 @@ class Driver:
         names = [entry.name for entry in self.config.aggregate]
         missing = [name for name in names if not (self.root / "aggregates" / f"{name}.json").exists()]
         if names and (fresh or missing):
-            aggregates.finalize(reader.open(self.root), self.config.aggregate)
+            finished = reader.open(self.root)
+            changed = finished.config.aggregate != self.config.aggregate
+            aggregates.finalize(finished, self.config.aggregate if changed else None)
         reach("driver.aggregated")
         self.snapshot.state = "complete"
         self.progress.update(self.snapshot, now=fresh)

@@ -65,6 +65,10 @@ class InlineExecutor:
         self._threads.clear()
         self._replicas.clear()
 
+    def _raised(self, replica: str) -> None:
+        error = traceback.format_exc()
+        self._events.put(Event(kind="lost", replica=replica, error=error, counts=True, raised=True))
+
     def _load(self, replica: str, cast: str) -> None:
         try:
             made = self._make(*self._arguments, cast)
