@@ -26,7 +26,7 @@ FAKE = "tests.sweeps.fakes:FakeReplica"
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """A head without room for replicas, and two nodes with a slot each, standing in for two machines with a GPU."""
-    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # other processes of this machine are not our business
+    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 (as Ray spells it)
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(tmp_path_factory.mktemp("auth") / "token")
     from ray.cluster_utils import Cluster
