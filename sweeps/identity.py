@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import shapes
+from . import inputs, shapes
 from .checks import applied_and_normalized
 from .config import ConfigError, InterventionConfig, SweepConfig
 from .grid import conditions
@@ -72,11 +72,13 @@ def _models(config: SweepConfig) -> dict[str, Any]:
 
 
 def _participants(config: SweepConfig) -> list[list[Any]]:
-    """In speaking order, with models by name."""
-    return [
-        [name, {**identity(p), "model": shapes.model_name(config, p.model) if p.is_local and p.model else p.model}]
-        for name, p in config.scenario.participants.items()
-    ]
+    """In speaking order, models by name, adapters by content."""
+    found: list[list[Any]] = []
+    for name, p in config.scenario.participants.items():
+        model = shapes.model_name(config, p.model) if p.is_local and p.model else p.model
+        adapter = inputs.adapter_source(config, p)
+        found.append([name, {**identity(p), "model": model, "adapter": config.inputs.get(adapter or "", adapter)}])
+    return found
 
 
 def _intervention(config: SweepConfig, edit: InterventionConfig) -> dict[str, Any]:

@@ -1,14 +1,16 @@
-"""What a sweep reads besides items: directions. Known by content, copied into the run folder before anything runs."""
+"""What a sweep reads besides items: directions and adapters, known by content. Directions are copied into the run."""
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import ConfigError, SweepConfig
+from . import store
+from .config import ConfigError, ParticipantConfig, SweepConfig
 from .grid import applied, full_path
 from .places import Remote, place
 
@@ -46,24 +48,69 @@ def parse_direction(text: str, where: str = "direction") -> Direction:
     raise ConfigError(f"{where}: cannot read {text!r}; {DIRECTIONS}")
 
 
-def directions(config: SweepConfig) -> list[str]:
-    """Every direction that some condition uses, as written, without repeats."""
-    found = [e.direction for e in config.intervention]
+def used(config: SweepConfig, get: Callable[[SweepConfig], Iterable[str | None]]) -> list[str]:
+    """What `get` finds under the base and every axis value, without repeats."""
+    found = list(get(config))
     for axis in config.grid:
-        if full_path(axis.path).startswith("intervention"):
+        if full_path(axis.path).startswith(("intervention", "scenario.participants", "models")):
             for label in axis.labels:
-                found += [e.direction for e in applied(config, {axis.path: label}).intervention]
-    return [d for d in dict.fromkeys(found) if d]
+                found += get(applied(config, {axis.path: label}))
+    return [text for text in dict.fromkeys(found) if text]
 
 
-def hashes(config: SweepConfig, root: Any | None = None) -> dict[str, str]:
-    """Source as written -> hash of its tensor. A source that is gone keeps the hash and copy that `root` has of it."""
+def directions(config: SweepConfig) -> list[str]:
+    """Every direction that some condition uses, as written."""
+    return used(config, lambda c: [e.direction for e in c.intervention])
+
+
+def adapters(config: SweepConfig) -> list[str]:
+    """The folder or hub id of every adapter that some condition uses."""
+    return used(config, lambda c: [adapter_source(c, p) for p in c.scenario.participants.values()])
+
+
+def adapter_source(config: SweepConfig, participant: ParticipantConfig) -> str | None:
+    """Folder or hub id of a participant's adapter: an entry of its model's `adapters`, else the name itself."""
+    if participant.adapter is None:
+        return None
+    entry = config.models.get(participant.model or "")
+    return (entry.adapters if entry else {}).get(participant.adapter, participant.adapter)
+
+
+def hashes(config: SweepConfig) -> dict[str, str]:
+    """Source as written -> hash of its content: of a direction's tensor, of an adapter folder's files.
+
+    A direction whose source is gone keeps the hash under which the run folder has a copy. `random:<seed>` and hub ids
+    are their own content and have no entry.
+    """
     found = {}
     for text in directions(config):
         source = parse_direction(text)
         if source.kind != "random":
-            found[text] = content_hash(_read(source, text))
+            try:
+                found[text] = content_hash(_read(source, text))
+            except ConfigError:
+                found[text] = _kept(config, text)
+                if not found[text]:
+                    raise
+    for text in adapters(config):
+        if (folder := Path(text).expanduser()).is_dir():
+            found[text] = _folder_hash(folder)
     return found
+
+
+def _kept(config: SweepConfig, text: str) -> str:
+    """The hash under which the run folder has its own copy of a source, or nothing."""
+    root = place(config.run.dir)
+    known = [store.read_yaml(root, path.name).get("inputs", {}) for path in sorted(root.glob("config-*.yaml"))]
+    digest = next((inputs[text] for inputs in reversed(known) if text in inputs), "")
+    return digest if digest and (root / f"inputs/{digest}.safetensors").exists() else ""
+
+
+def _folder_hash(folder: Path) -> str:
+    digest = hashlib.blake2b(digest_size=10)
+    for path in sorted(p for p in folder.iterdir() if p.name.startswith("adapter_") and p.is_file()):
+        digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def content_hash(tensor: Tensor) -> str:
@@ -73,12 +120,13 @@ def content_hash(tensor: Tensor) -> str:
 
 
 def copy_into(config: SweepConfig, root: Any) -> None:
-    """Copy every input to `inputs/<hash>.safetensors` of the run folder, unless it is there."""
+    """Copy every direction to `inputs/<hash>.safetensors` of the run folder, unless it is there."""
     from safetensors.torch import save
 
-    from . import store
-
-    for text, digest in config.inputs.items():
+    for text in directions(config):
+        if text not in config.inputs:
+            continue
+        digest = config.inputs[text]
         name = f"inputs/{digest}.safetensors"
         if not (place(root) / name).exists():
             tensor = _read(parse_direction(text), text).float().contiguous()

@@ -1,0 +1,92 @@
+"""Laws of inputs: known by content, copied at the start, never trusted by path."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sweeps import folder, inputs
+from sweeps.config import ConfigError
+from sweeps.folder import RunRefused
+from tests.sweeps import talk
+from tests.sweeps.test_plan import STEER, ids, scenario
+
+
+def direction(path, value=1.0):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"residual.1": torch.full((8,), value), "residual.3": torch.arange(8.0)}, path)
+
+
+def steered(tmp_path, source, **changes):
+    return talk.config(tmp_path, intervention={**STEER, "direction": source}, **changes)
+
+
+def test_a_direction_is_its_content(tmp_path):
+    direction(tmp_path / "a" / "aggregates" / "directions.safetensors")
+    direction(tmp_path / "b" / "aggregates" / "directions.safetensors")
+    direction(tmp_path / "c.safetensors", 2.0)
+    one = ids(steered(tmp_path, f"run:{tmp_path}/a:residual:1"))
+    assert one == ids(steered(tmp_path, f"run:{tmp_path}/b:residual:1")), "wherever it lies"
+    others = (f"run:{tmp_path}/a:residual:3", f"file:{tmp_path}/c.safetensors:1", "random:1", "random:2")
+    found = [one, *(ids(steered(tmp_path, source)) for source in others)]
+    assert len(set.union(*found)) == len(found) * len(one)
+
+
+def test_the_folders_copy_is_used_when_the_source_is_gone(tmp_path):
+    source = f"run:{tmp_path}/a:residual:3"
+    direction(tmp_path / "a" / "aggregates" / "directions.safetensors")
+    config = steered(tmp_path, source)
+    folder.enter(config, config.run.dir)
+    shutil.rmtree(tmp_path / "a")
+    again = steered(tmp_path, source)
+    assert folder.enter(again, config.run.dir).state == "same"
+    assert torch.equal(inputs.load_direction(again, source, 8, config.run.dir), torch.arange(8.0))
+    with pytest.raises(ValueError, match="8 values, the model's site has 9"):
+        inputs.load_direction(again, source, 9, config.run.dir)
+    with pytest.raises(ConfigError, match="no run folder"):
+        steered(tmp_path, source, run={"dir": str(tmp_path / "elsewhere")})
+
+
+def test_a_source_that_changed_is_refused(tmp_path):
+    path = tmp_path / "a" / "aggregates" / "directions.safetensors"
+    direction(path)
+    config = steered(tmp_path, f"run:{tmp_path}/a:residual:1")
+    folder.enter(config, config.run.dir)
+    direction(path, 3.0)
+    with pytest.raises(RunRefused, match=r"inputs\.run:"):
+        folder.enter(steered(tmp_path, f"run:{tmp_path}/a:residual:1"), config.run.dir)
+
+
+def test_directions_on_the_grid_are_inputs_too(tmp_path):
+    direction(tmp_path / "c.safetensors")
+    source = f"file:{tmp_path}/c.safetensors:3"
+    config = talk.config(
+        tmp_path, intervention=STEER, grid={"intervention.direction": {"found": source, "random": "random:5"}}
+    )
+    assert set(config.inputs) == {source}
+    draw = inputs.load_direction(config, "random:5", 8, tmp_path)
+    assert torch.equal(draw, inputs.load_direction(config, "random:5", 8, tmp_path)) and abs(draw.norm() - 1) < 1e-6
+
+
+@pytest.mark.parametrize(("source", "said"), [
+    ("file:{}/none.safetensors:1", "there is no"), ("file:{}/c.safetensors:7", "it has: residual.1, residual.3"),
+    ("file:{}/text.safetensors:1", "cannot read"), ("run:{}:residual:1", "have a directions aggregate"),
+])  # fmt: skip
+def test_a_source_that_is_none_is_refused(tmp_path, source, said):
+    direction(tmp_path / "c.safetensors")
+    (tmp_path / "text.safetensors").write_text("no tensors")
+    with pytest.raises(ConfigError, match=said):
+        steered(tmp_path, source.format(tmp_path))
+
+
+def test_an_adapter_is_its_content(tmp_path):
+    def adapted(name):
+        people = {"alice": {"model": "tiny"}, "bob": {"model": "tiny", "adapter": str(tmp_path / name)}}
+        return ids(talk.config(tmp_path, scenario=scenario(participants=people)))
+
+    for name, data in (("one", b"x"), ("copy", b"x"), ("two", b"y")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(data)
+    assert adapted("one") == adapted("copy") and not adapted("one") & adapted("two")
