@@ -33,24 +33,25 @@ class Models:
     def of(self, config: SweepConfig, participant: ParticipantConfig) -> Loaded:
         """The model of a local participant, with its adapter attached."""
         from interlens import loading
+        from interlens.engine.engine import engine_for
 
         entry = shapes.model(config, participant.model or "")
         adapter = entry.adapters.get(participant.adapter, participant.adapter) if participant.adapter else None
         loaded = loading.load(
-            entry.source, dtype=None if entry.dtype == "auto" else entry.dtype, revision=entry.revision, adapter=adapter,
-            device=None if entry.device == "auto" else entry.device,
+            entry.source, dtype=None if entry.dtype == "auto" else entry.dtype, revision=entry.revision,
+            adapter=adapter, device=None if entry.device == "auto" else entry.device,
         )  # fmt: skip
-        self._loaded[shapes.model_name(config, participant.model or "")] = loaded
+        name = shapes.model_name(config, participant.model or "")
+        if name not in self._loaded:
+            engine_for(loaded.model).rows = self._config.cluster.rows
+            self._loaded[name] = loaded
         return loaded
 
     def load(self, config: SweepConfig) -> None:
-        """Load what the participants of this configuration need, with its engine."""
-        from interlens.engine.engine import engine_for
-
+        """Load what the participants of this configuration need."""
         for participant in config.scenario.participants.values():
             if participant.is_local:
-                engine = engine_for(self.of(config, participant).model)
-                engine.rows = config.cluster.rows
+                self.of(config, participant)
 
     def facts(self) -> dict[str, dict[str, str]]:
         """Model name -> hashes of its weights and chat template, and its dtype."""
@@ -65,12 +66,6 @@ class Models:
             }
             for name, loaded in self._loaded.items()
         }  # fmt: skip
-
-    def engines(self) -> list[Any]:
-        """The engines of the models loaded so far."""
-        from interlens.engine.engine import engine_for
-
-        return [engine_for(loaded.model) for loaded in self._loaded.values()]
 
 
 @dataclass

@@ -25,6 +25,8 @@ from .aggregates import CellResult
 from .casting import Models, Part, Setting
 from .config import SweepConfig
 from .failpoints import reach
+from .grid import conditions
+from .identity import cast_of
 from .places import place
 from .plan import Cell, Trunk, Unit, applied
 from .units import part_of, unpack
@@ -66,10 +68,17 @@ class Replica:
 
         begun = time.monotonic()
         torch.set_num_threads(self._threads)
-        self.models.load(self.config)
+        self.models.load(next(self._of_my_cast(), self.config))
         self._busy.begin()
         reach("replica.loaded")
         return {"models": self.models.facts(), "load_s": round(time.monotonic() - begun, 3)}
+
+    def _of_my_cast(self) -> Iterator[SweepConfig]:
+        """The configuration under each condition that needs exactly this replica's models."""
+        for condition in conditions(self.config.grid):
+            under = applied(self.config, condition)
+            if cast_of(under) == self._cast:
+                yield under
 
     def run(self, packed: bytes) -> dict[str, Any]:
         """Run a packed unit to its commit. The ack says how it ended: won, lost, returned or error."""

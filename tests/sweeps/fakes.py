@@ -56,6 +56,7 @@ class FakeReplica:
 
     def load(self):
         reach("replica.loaded")
+        self.note(f"load {os.getpid()}")
         return {"models": {}, "load_s": 0.0}
 
     def counters(self):

@@ -188,6 +188,17 @@ def test_random_kills_for_a_while(sweep, monkeypatch):
     assert len(held) >= 290 and sum(e["event"] == "lost" for e in sweep.events) >= 3
 
 
+def test_runs_of_one_process_share_loaded_replicas(cluster, tmp_path):
+    from sweeps import executors
+
+    with executors.shared():
+        for name in ("a", "b", "c"):
+            assert Sweep(cluster, tmp_path / name)(items(4), turns=1) == 0
+    lines = (tmp_path / "ran").read_text().splitlines()
+    loads = [line.split()[1] for line in lines if line.startswith("load")]
+    assert len(loads) == 6 and len(set(loads)) == 2, "three runs, two processes"
+
+
 LATE = """
 import sys
 from tests.sweeps.fakes import FakeReplica

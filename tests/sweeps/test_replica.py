@@ -48,8 +48,8 @@ def settings(model, *, num_items=3, unit_cells=4, seeds=2, executor="inline", **
         "run": {"progress": "none", "interval_s": 0.2},
     }  # fmt: skip
     for path, value in changes.items():
-        section, key = path.split("__")
-        plain[section] = {**plain[section], key: value}
+        section, _, key = path.partition("__")
+        plain[section] = {**plain[section], key: value} if key else value
     return from_plain(plain)
 
 
@@ -194,3 +194,25 @@ def test_a_trunk_that_fails_fails_its_cells_and_no_others(model, tmp_path, monke
     assert run.counts == {"done": 8, "failed": 4, "pending": 0}
     rows = run.table("failures").to_pylist()
     assert sum(r["cell"] is None for r in rows) == 1 and all("no trunk today" in r["error"] for r in rows)
+
+
+def test_casts_share_trunks_and_each_has_its_replica(model, undisturbed, tmp_path):
+    from transformers import AutoTokenizer
+
+    other = tmp_path / "other"
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tiny("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, seed=5).save_pretrained(other)
+    tokenizer.save_pretrained(other)
+    both = {"tiny": {"source": str(model), "dtype": "float32"}, "other": {"source": str(other), "dtype": "float32"}}
+    wanted = settings(model, unit_cells=12, cluster__replicas=2, models=both,
+                      grid={"scenario.participants.bob.model": ["tiny", "other"]})  # fmt: skip
+    folder = tmp_path / "run"
+    assert driver.run(wanted, folder) == 0
+    commits = list(store.list_commits(folder))
+    assert sorted(len(c.trunks) for c in commits) == [0, 3], "one unit owns the trunks, the other cast reads them"
+    talk, _ = contents(folder)
+    assert len(talk) == 12 and len({tuple(m[:3]) for m in talk.values()}) == 3
+    assert {r["model"] for r in reader.open(folder).table("records", columns=["model"]).to_pylist()} == {
+        "tiny",
+        "other",
+    }
