@@ -207,6 +207,27 @@ class ActivationCache:
         shown = ", ".join(f"{k}={v!r}" for k, v in filters.items() if v is not ANY and (v is not None or k == "pool"))
         raise KeyError(f"{len(found)} records match {shown}; {_differences(found or self.records)}")
 
+    def stack(self, **filters: Any) -> tuple[Tensor, list[ActivationRecord]]:
+        """Rows of all records that match `query(**filters)` as one tensor [N, W], and the records, in insertion order.
+
+        Record i owns the next `len(record.tensor)` rows (one, if pooled). KeyError if none match, ValueError if widths
+        differ.
+        """
+        records = self.query(**filters)
+        if not records:
+            raise KeyError(f"no records match {filters}; {_differences(self.records)}")
+        widths = {record.tensor.shape[-1] for record in records}
+        if len(widths) > 1:
+            raise ValueError(f"records of widths {sorted(widths)} do not stack; {_differences(records)}")
+        return torch.cat([record.tensor for record in records]), records
+
+    def groups(self, *names: str) -> Iterator[tuple[tuple, list[ActivationRecord]]]:
+        """Records grouped by attributes (`participant`, `layer`, ...): (values, records), in order of appearance."""
+        grouped: dict[tuple, list[ActivationRecord]] = {}
+        for record in self.records:
+            grouped.setdefault(tuple(getattr(record, name) for name in names), []).append(record)
+        yield from grouped.items()
+
     def __len__(self) -> int:
         return len(self.records)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .registration import Registration, register
 from .select import Select
-from .sites import canonical_site
+from .sites import site_at
 
 if TYPE_CHECKING:
     from .activation_cache import ActivationRecord
@@ -52,7 +52,7 @@ class Patch:
         if not bool(activations.isfinite().all()):
             raise ValueError("the activations of a patch must be finite")
         values = dict(
-            activations=activations, layer=int(self.layer), positions=positions, site=canonical_site(self.site)
+            activations=activations, layer=int(self.layer), positions=positions, site=site_at(self.site, (self.layer,))
         )
         for name, value in values.items():
             object.__setattr__(self, name, value)

@@ -84,6 +84,14 @@ def split_name(name: str) -> tuple[str, int | None]:
     return site, layer
 
 
+def site_at(name: str, layers: Sequence[int]) -> str:
+    """Canonical site for an edit at `layers`; ValueError if the name says another layer (`blocks.3.hook_q`)."""
+    site, named = split_name(name)
+    if named is not None and list(layers) != [named]:
+        raise ValueError(f"the site {name!r} names layer {named}, but the layers given are {list(layers)}")
+    return site
+
+
 def canonical_site(name: str) -> str:
     """The canonical name of a site or of one of its aliases (resid_post, `blocks.N.hook_*`); UnknownSite otherwise."""
     return split_name(name)[0]

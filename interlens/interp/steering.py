@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .registration import Registration, register
 from .select import Select
-from .sites import canonical_site
+from .sites import site_at
 
 MODES = ("add", "ablate", "norm_add", "replace")
 Direction = Tensor | Mapping[int, Tensor]
@@ -65,7 +65,7 @@ class SteeringSpec:
                 raise ValueError(f"directions of different widths {sorted(widths)} in one spec")
         else:
             direction = _checked(self.direction, "")
-        for name, value in dict(direction=direction, layers=layers, coef=coef, site=canonical_site(self.site)).items():
+        for name, value in dict(direction=direction, layers=layers, coef=coef, site=site_at(self.site, layers)).items():
             object.__setattr__(self, name, value)
 
     @classmethod

@@ -130,6 +130,8 @@ def test_directions_that_cannot_work_are_refused():
         SteeringSpec(torch.ones(32), 9).register(model)
     with pytest.raises(ValueError, match="mode 'bump'; possible: add"):
         SteeringSpec(torch.ones(32), 1, mode="bump")
+    with pytest.raises(ValueError, match="names layer 2, but the layers given are"):
+        SteeringSpec(torch.ones(32), 1, site="blocks.2.hook_resid_post")
     with pytest.raises(ValueError, match="needs a conversation"):
         SteeringSpec(torch.ones(32), 1, tokens=Select.phase("answer")).register(model)
     with pytest.raises(ValueError, match="lies before a prompt of 3"):
