@@ -167,6 +167,10 @@ class PlanFile:
                     items={item: self.item(part, item) for item in needed}, cast=rows["cast"][0].as_py(),
                     part=part)  # fmt: skip
 
+    def rows(self, name: str) -> pa.Table:
+        """The rows of one unit: the plan's columns and every axis. KeyError where the plan has none of that name."""
+        return self._slice(*self._where[name])
+
     def item(self, part: int, name: str) -> dict[str, Any]:
         """The row of an item."""
         file, offsets = self._items(part)

@@ -31,9 +31,14 @@ class Shard:
     def __init__(self, run: Any, commit: Commit):
         self.run, self.commit, self.config = run, commit, run.config
 
+    @property
+    def _planned(self) -> str:
+        """The unit of the plan: children and retries carry its name."""
+        return self.commit.unit.split(".")[0]
+
     @cached_property
     def unit(self) -> Any:
-        return self.run.plan.unit(self.commit.unit.split(".")[0])
+        return self.run.plan.unit(self._planned)
 
     @cached_property
     def cells(self) -> dict[str, Any]:
@@ -63,18 +68,10 @@ class Shard:
         """The records of cells (a trunk's own left out), with each cell's item, seeds and axes."""
         wanted = pc.field("cell").is_valid() if filter is None else pc.field("cell").is_valid() & filter
         table = self.table("records", columns=INDEX, filter=wanted)
-        encoded = table.column("cell").combine_chunks().dictionary_encode()
-        if isinstance(encoded, pa.ChunkedArray):
-            encoded = encoded.combine_chunks()
-        cells = [self.cells[name] for name in encoded.dictionary.to_pylist()]
-        known: dict[str, list] = {
-            "item": [cell.item for cell in cells],
-            "trunk_seed": [cell.trunk_seed for cell in cells],
-            "branch_seed": [cell.branch_seed for cell in cells],
-        }
-        known.update({a.path: [cell.condition.get(a.path) for cell in cells] for a in self.config.grid})
-        for name, values in known.items():
-            table = table.append_column(name, pa.array(values).take(encoded.indices))
+        plan = self.run.plan.rows(self._planned)
+        at = pc.index_in(table.column("cell"), plan.column("cell").combine_chunks())
+        for name in ("item", "trunk_seed", "branch_seed", *(axis.path for axis in self.config.grid)):
+            table = table.append_column(name, plan.column(name).take(at))
         return table
 
     def tensor(self, file: str, key: str) -> Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow.compute as pc
+import torch
 
 from interlens.statistics import Moments, as_float64, norm_filter
 
@@ -15,12 +16,14 @@ from .columns import cell_columns, columns, evaluated, record_columns
 from .places import Place
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .shards import Shard
 
 Keyed = Iterable[tuple[str, Any]]
 PARTS = ("count", "non_finite", "mean", "m2")
 REMOVED = "|removed"
-BLOCK = 512
+BLOCK = 256
 """Stored rows taken at a time."""
 
 
@@ -110,7 +113,7 @@ class RecordSum(MomentsSum):
             for name in dict.fromkeys(k for k in keys[at] if k is not None):
                 chosen = at[keys[at] == name]
                 for block in _blocks(firsts[chosen], lasts[chosen]):
-                    for target, rows in self._kept(name, tensor[block]):
+                    for target, rows in self._kept(name, _taken(tensor, block)):
                         if target not in found:
                             found[target] = Moments(rows.shape[1], self.covariance_of(target))
                         found[target].update(rows)
@@ -137,6 +140,15 @@ def _blocks(firsts: np.ndarray, lasts: np.ndarray) -> Iterable[Any]:
         block = rows[start : start + BLOCK]
         contiguous = block[-1] - block[0] + 1 == len(block) and (np.diff(block) == 1).all()
         yield slice(int(block[0]), int(block[-1]) + 1) if contiguous else block
+
+
+def _taken(tensor: Tensor, rows: Any) -> Any:
+    """Some rows of a mapped tensor. numpy gathers several times as fast as torch, but has no bfloat16."""
+    if isinstance(rows, slice):
+        return tensor[rows]
+    if tensor.dtype == torch.bfloat16:
+        return torch.from_numpy(np.take(tensor.view(torch.int16).numpy(), rows, axis=0)).view(torch.bfloat16)
+    return np.take(tensor.numpy(), rows, axis=0)
 
 
 def put(state: State, key: str, moments: Moments) -> None:
