@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from interlens.errors import InterlensError
@@ -227,7 +226,7 @@ def _gc(arguments: list[str]) -> int:
     from .garbage import collect
 
     given = _parsed(arguments, "gc", "Delete files that no commit names.", "dir", "--dry-run")
-    deleted = collect(Path(given.dir), dry_run=given.dry_run)
+    deleted = collect(given.dir, dry_run=given.dry_run)
     print("\n".join([*deleted, f"{len(deleted)} files {'would be ' * given.dry_run}deleted"]))
     return COMPLETE
 

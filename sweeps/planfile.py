@@ -105,12 +105,12 @@ class PlanFile:
     def __init__(self, root: store.Root):
         self.root = place(root)
         self.parts = sorted((self.root / "plan").glob("part-*.parquet"), key=lambda p: int(p.stem.split("-")[1]))
-        if not self.parts:
-            raise ConfigError(f"{str(root)!r} holds no plan; is it a run folder?")
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Every row that is a cell, all parts as one table; an axis that a part did not have is null there."""
         found = []
+        if not self.parts:
+            raise ConfigError(f"{str(self.root)!r} holds no plan; is it a run folder?")
         for path in self.parts:
             where, fs = arrow(path)
             names = pq.read_schema(where, filesystem=fs).names
@@ -118,6 +118,11 @@ class PlanFile:
             table = pq.read_table(where, columns=wanted, filesystem=fs)
             found.append(table.filter(pa.compute.is_valid(table["cell"])) if "cell" in table.column_names else table)
         return pa.concat_tables(found, promote_options="permissive")
+
+    @property
+    def num_cells(self) -> int:
+        """Of all parts."""
+        return self.table(["cell"]).num_rows
 
     def infos(self) -> Iterator[UnitInfo]:
         """The units in plan order."""

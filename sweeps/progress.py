@@ -220,9 +220,10 @@ def _recent_failures(root: Path | Remote, count: int = 3) -> list[str]:
 
 
 def _planned(root: Path | Remote) -> int:
-    import pyarrow.parquet as pq
+    from .planfile import PlanFile
 
-    return sum(pq.read_metadata(part).num_rows for part in sorted((root / "plan").glob("part-*.parquet")))
+    plan = PlanFile(root)
+    return plan.num_cells if plan.parts else 0
 
 
 def _now() -> str:

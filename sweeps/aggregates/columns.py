@@ -16,6 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..places import place
+
 if TYPE_CHECKING:
     from interlens.interp.activation_cache import ActivationRecord
 
@@ -141,7 +143,7 @@ def item_rows(run: Any) -> dict[str, Mapping[str, Any]]:
     if hasattr(run, "item_rows"):
         return run.item_rows
     rows: dict[str, Mapping[str, Any]] = {}
-    for path in sorted((Path(run.root) / "inputs").glob("items-*.jsonl")):
+    for path in sorted((place(run.root) / "inputs").glob("items-*.jsonl")):
         with path.open("rb") as lines:
             rows.update({row["id"]: row for row in map(json.loads, lines)})
     return rows

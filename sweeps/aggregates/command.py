@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from ..config import AggregateConfig, ConfigError
+from ..places import Remote, place
 from .results import finalize
 
 HELP = """sweeps aggregate DIR                      all aggregates of the run's configuration, from their recorded sums
@@ -18,7 +19,7 @@ sweeps aggregate DIR name=NAME key=value  one aggregate, recomputed from what is
   replicas=N                              N > 1: on Ray, one task per unit"""
 
 
-def aggregate(run: Any, given: Sequence[str]) -> list[Path]:
+def aggregate(run: Any, given: Sequence[str]) -> list[Path | Remote]:
     """Compute and write; the files written. ConfigError for what cannot be."""
     options = dict(_parsed(text) for text in given)
     replicas = options.pop("replicas", 1)
@@ -34,7 +35,7 @@ def aggregate(run: Any, given: Sequence[str]) -> list[Path]:
             results = finalize(run, [AggregateConfig(name=name, options={**base, **options})], cluster)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-    return [Path(run.root) / "aggregates" / f"{name}.json" for name in results]
+    return [place(run.root) / "aggregates" / f"{name}.json" for name in results]
 
 
 def _parsed(text: str) -> tuple[str, Any]:

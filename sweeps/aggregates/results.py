@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from safetensors.numpy import save
 
 from .. import store
 from ..config import ClusterConfig
+from ..places import place
 from . import Fit, Sum, build
 from .directions import save_directions
 from .shards import recompute, recompute_on_ray
@@ -32,7 +32,7 @@ def finalize(
         elif isinstance(aggregate, Sum):
             finished = _finished(run, aggregate, stored=aggregates is None)
         result = aggregate.fit(run, finished) if isinstance(aggregate, Fit) else finished
-        results[aggregate.name] = _write(Path(run.root), aggregate.name, dict(result or {}), dict(entry.options or {}))
+        results[aggregate.name] = _write(run.root, aggregate.name, dict(result or {}), dict(entry.options or {}))
     return results
 
 
@@ -44,7 +44,7 @@ def _finished(run: Any, aggregate: Sum, stored: bool) -> dict[str, Any]:
     return aggregate.finish(reduce(aggregate.merge, states, aggregate.zero()))
 
 
-def _write(root: Path, name: str, result: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def _write(root: store.Root, name: str, result: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     tensors, arrays = result.pop("tensors", {}), result.pop("arrays", {})
     result = {"name": name, "options": options, **result}
     if tensors:
@@ -75,7 +75,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def read_results(root: str | Path) -> dict[str, dict[str, Any]]:
+def read_results(root: store.Root) -> dict[str, dict[str, Any]]:
     """Name -> result of every aggregate a run folder holds, in order of name."""
-    files = sorted((Path(root) / "aggregates").glob("*.json"))
+    files = sorted((place(root) / "aggregates").glob("*.json"))
     return {path.stem: json.loads(path.read_text()) for path in files}

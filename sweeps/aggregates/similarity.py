@@ -6,7 +6,6 @@ similarity: {of: [directions, lda], also: ["run:runs/other:residual:16"]}
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from interlens.probes import cosine_map
 
 from ..inputs import parse_direction
+from ..places import place
 from .directions import direction_of, read_directions
 
 
@@ -30,7 +30,7 @@ class Similarity:
     def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]:
         """Cosines of all pairs of one width; beside them what random directions of that width would give."""
         found: dict[str, np.ndarray] = {}
-        for path in sorted((Path(run.root) / "aggregates").glob("*.safetensors")):
+        for path in sorted((place(run.root) / "aggregates").glob("*.safetensors")):
             if path.name.endswith(".arrays.safetensors") or (self.of is not None and path.stem not in self.of):
                 continue
             found.update({f"{path.stem}: {name}": vector for name, vector in read_directions(path)[0].items()})

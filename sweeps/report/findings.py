@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from ..aggregates.results import read_results
@@ -14,7 +13,7 @@ from .markup import interval, number
 def sentences(run: Any) -> list[str]:
     """The closing lines of a run: cells, directions with their controls, responses with paired intervals."""
     lines = [counts(run)]
-    for result in read_results(Path(run.root)).values():
+    for result in read_results(run.root).values():
         lines += SAID.get(result.get("kind", ""), _none)(result)
     return lines
 

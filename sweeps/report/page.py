@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import store
 from ..aggregates.results import read_results
+from ..places import Remote, place
 from .charts import Point, Series, chart
 from .findings import sentences, title
 from .markup import Markup, interval, join, number, table, tag, text
@@ -20,12 +21,12 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """Enforced by the browser: no script, image, font or connection, whatever a model has written."""
 
 
-def write(run: Any, path: str | Path | None = None) -> Path:
+def write(run: Any, path: str | Path | None = None) -> Path | Remote:
     """Write the page of `run`; see `sweeps.report.write_report`."""
     data = render(run).encode("utf-8")
     if path is None:
         store.replace(run.root, "report/index.html", data)
-        return Path(run.root) / "report" / "index.html"
+        return place(run.root) / "report" / "index.html"
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(data)
     return Path(path)

@@ -238,3 +238,24 @@ def test_paths_in_a_commit_cannot_point_outside(tmp_path):
     assert any("outside the run folder" in problem for problem in verify(config.run.dir).problems)
     with pytest.raises(store.Damaged, match="outside"):
         sweeps.open(config.run.dir).files("messages")
+
+
+def test_the_command_line_runs_on_s3(s3, tmp_path, monkeypatch, capsys):
+    from sweeps.cli import main
+    from tests.sweeps.test_cli import SCRIPTED
+
+    monkeypatch.chdir(tmp_path)
+    url = f"{s3}/{tmp_path.name}"
+    arguments = [
+        *SCRIPTED,
+        "scenario.analyzers=['sweeps.analyzers:enthusiasm']",
+        "aggregate=outcomes",
+        f"run.dir={url}",
+    ]
+    assert main(["run", *arguments]) == 0
+    assert main(["run", *arguments]) == 0, "finished"
+    assert main(["run", *arguments, "scenario.seed=4"]) == 5
+    assert main(["verify", url, "--deep"]) == 0 and main(["status", url]) == 0 and main(["report", url]) == 0
+    assert "4 of 4 cells committed" in capsys.readouterr().out
+    assert (place(url) / "report/index.html").is_file() and (place(url) / "aggregates/outcomes.json").is_file()
+    assert list(tmp_path.iterdir()) == [], "nothing here"
