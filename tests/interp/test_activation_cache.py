@@ -166,9 +166,13 @@ def test_capture_specs_are_normal_and_checked():
     assert CaptureSpec("mlp", 3) == CaptureSpec(("mlp",), (3,))
     assert CaptureSpec(("mlp", "mlp")).sites == ("mlp",)
     for arguments, why in [
-        (dict(sites="resid_md"), "no site 'resid_md'"), (dict(sites=()), "names no site"),
-        (dict(pool="median"), "'median'"), (dict(source="both"), "'both'"), (dict(offload="disk"), "'disk'"), (dict(tokens="answer"), "must be a Select"),
-    ]:  # fmt: skip
+        (dict(sites="resid_md"), "no site 'resid_md'"),
+        (dict(sites=()), "names no site"),
+        (dict(pool="median"), "'median'"),
+        (dict(source="both"), "'both'"),
+        (dict(offload="disk"), "'disk'"),
+        (dict(tokens="answer"), "must be a Select"),
+    ]:
         with pytest.raises(ValueError, match=why):
             CaptureSpec(**arguments)
     assert CaptureSpec(tokens=Select.prompt()).tokens == Select.prompt()
