@@ -6,7 +6,7 @@ import copy
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,7 @@ class ModelParticipant(Participant):
     thinking: "auto" (the template decides), True or False (its `enable_thinking`), or a pair of texts (opening,
         closing) for a model whose markers are not known from its template.
     tools: functions or `Tool`s; at most `max_tool_iters` rounds of calls a turn.
-    steering: in force in every turn that does not bring its own. adapter: a PEFT adapter folder.
+    steering: in force in every turn that does not bring its own. adapter: a PEFT adapter folder, or the name of one that is attached to the model.
     """
 
     capturable = True
@@ -162,7 +162,7 @@ class ModelParticipant(Participant):
             max_new_tokens=budget(self, options),
         )  # fmt: skip
         key = request.key if round_ == 0 else (*request.key[:3], [request.key[3], round_])
-        adapter = self.weights.get(self.adapter).adapter if self.adapter else None
+        adapter = self.weights.get(self.adapter).adapter
         asked = Request(
             tokens=rendered.ids, sampling=sampling, key=key, adapter=adapter, layout=rendered.layout, keep=self.name,
             interventions=(*as_tuple(options.patch), *self.steerings(options)), capture=as_tuple(options.capture),
@@ -312,10 +312,14 @@ class Weights:
                     f"this participant was made from a loaded model ({self.source or 'unnamed'}), which does not travel; "
                     "give it one again with participant.weights = Weights(model=..., tokenizer=...)"
                 )
+            from ..adapters import attached
             from ..loading import load
 
             source: Any = self._model if self._model is not None else self.source
-            self._loaded[adapter] = load(source, tokenizer=self._tokenizer, adapter=adapter, **self.options)
+            if adapter is not None and adapter in attached(self.get().model):  # the name of one that is there already
+                self._loaded[adapter] = replace(self.get(), adapter=adapter)
+            else:
+                self._loaded[adapter] = load(source, tokenizer=self._tokenizer, adapter=adapter, **self.options)
         return self._loaded[adapter]
 
     def engine(self, adapter: str | None = None) -> Any:

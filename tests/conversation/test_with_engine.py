@@ -196,3 +196,29 @@ def test_steering_by_phase_meets_the_captured_phase(model):
         first, last = record.phases.get("answer", (0, 0))
         assert edited[first:last].all() and not edited[:first].any()
         assert message.metadata["steering"]["tokens_modified"] == last - first
+
+
+def test_base_and_adapter_share_weights_and_do_not_leak(model, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    tokenizer = family("qwen3")
+    other = tiny("qwen3", vocab_size=len(tokenizer), max_position_embeddings=2048, eos_token_id=tokenizer.eos_token_id)
+    wrapped = get_peft_model(other, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(20)
+    wrapped.save_pretrained(tmp_path / "lora")
+
+    def talk(*adapters):
+        people = [
+            AutoModelParticipant.from_model(model, tokenizer, name=n, adapter=a, max_new_tokens=8, top_p=None)
+            for n, a in zip("xy", adapters, strict=False)
+        ]
+        return Conversation(people, shared_context="Talk.").run(turns=4)
+
+    plain = talk(None, None)
+    mixed = talk(str(tmp_path / "lora"), None)
+    assert mixed[1].content != plain[1].content and talk(None, None) == plain
+    (name,) = model.peft_config
+    assert talk(name, None) == mixed
