@@ -57,7 +57,8 @@ class RowMoments(RecordSum):
     def finish(self, state: State) -> dict[str, Any]:
         moments = moments_of(state)
         entries, arrays = [], {}
-        for key in sorted(key for key in moments if not key.endswith(REMOVED)):
+        keys = [key for key in moments if not key.endswith(REMOVED)]
+        for key in sorted(keys, key=lambda key: (Place.of(key.partition("|")[0]).order(), key)):
             place, found, removed = Place.of(key.partition("|")[0]), moments[key], moments.get(key + REMOVED)
             spread = found.covariance() if self.covariance else found.variance()
             entries.append(

@@ -33,7 +33,8 @@ class Similarity:
         for path in sorted((place(run.root) / "aggregates").glob("*.safetensors")):
             if path.name.endswith(".arrays.safetensors") or (self.of is not None and path.stem not in self.of):
                 continue
-            found.update({f"{path.stem}: {name}": vector for name, vector in read_directions(path)[0].items()})
+            tensors, _ = read_directions(path)
+            found.update({f"{path.stem}: {name}": tensors[name] for name in sorted(tensors, key=_by_layer)})
         widths = {len(vector) for vector in found.values()}
         for reference in self.also:
             found[reference] = direction_of(run, reference, *(widths if len(widths) == 1 else [0]))
@@ -43,3 +44,10 @@ class Similarity:
             chance = float(np.sqrt(2 / (np.pi * width)))
             maps.append({"width": width, "names": names, "values": cosines.tolist(), "random_mean_abs": chance})
         return {"kind": "similarity", "maps": maps}
+
+
+def _by_layer(name: str) -> tuple[str, int, str]:
+    """`residual.8` before `residual.16`."""
+    site, _, rest = name.partition(".")
+    layer, _, who = rest.partition("@")
+    return site, int(layer) if layer.isdigit() else 0, who

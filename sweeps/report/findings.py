@@ -9,13 +9,15 @@ from ..aggregates.results import read_results
 from ..analyzers import UNITS
 from .markup import interval, number
 
+LINES = 10
+
 
 def sentences(run: Any) -> list[str]:
     """The closing lines of a run: cells, directions with their controls, responses with paired intervals."""
     lines = [counts(run)]
     for result in read_results(run.root).values():
         lines += SAID.get(result.get("kind", ""), _none)(result)
-    return lines
+    return lines[:LINES]
 
 
 def counts(run: Any) -> str:
@@ -85,7 +87,8 @@ def _outcomes(result: dict[str, Any]) -> list[str]:
         pairs = max(level["pairs"] for level in levels)
         where = " (steered there, so it moves by construction)" if response.get("steered_here") else ""
         told = f"{_capital(title(response))}{where}: {means}"
-        lines.append(f"{told}; changes in {plural(pairs, 'pair')}, {'; '.join(changes)}.")
+        slope = f"; slope {interval(response['slope'])} per unit" if response["slope"] else ""
+        lines.append(f"{told}; changes in {plural(pairs, 'pair')}, {'; '.join(changes)}{slope}.")
     return lines
 
 
@@ -136,7 +139,7 @@ def _probe(result: dict[str, Any]) -> list[str]:
     """One line for a probe beside the difference of means."""
     entries = [entry for entry in result["directions"] if entry.get("evaluation")]
     curve = ", ".join(f"{e['layer']}: {number(e['evaluation']['auroc']['value'])}" for e in entries)
-    return [f"{_capital(result['kind'])} on the same contrast: held-out AUROC by layer {curve}."] if entries else []
+    return [f"{KINDS[result['kind']]}, {result['contrast']}: held-out AUROC by layer {curve}."] if entries else []
 
 
 def _probe_eval(result: dict[str, Any]) -> list[str]:
@@ -152,6 +155,7 @@ def _logprobs(result: dict[str, Any]) -> list[str]:
     return [f"Surprisal in nats per token: {', '.join(told)}."] if told else []
 
 
+KINDS = {"lda": "LDA", "logistic": "Logistic regression"}
 SAID = {
     "difference_of_means": _directions,
     "outcomes": _outcomes,

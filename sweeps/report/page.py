@@ -76,7 +76,7 @@ def _result(result: dict[str, Any]) -> list[tuple[str, Markup]]:
 
 def _heading(result: dict[str, Any]) -> str:
     """The kind, and the aggregate's own name where that is another."""
-    kind = result["kind"].replace("_", " ").capitalize()
+    kind = {"lda": "LDA"}.get(result["kind"], result["kind"].replace("_", " ").capitalize())
     return kind if result["name"] in (result["kind"], "directions") else f"{kind}: {result['name']}"
 
 

@@ -253,12 +253,12 @@ def test_the_page_shows_every_kind_of_result(run):
         "Logprob summary</h2>",
         "Probe eval</h2>",
         "Similarity</h2>",
-        "Lda</h2>",
+        "LDA</h2>",
         "Logistic</h2>",
     ):
         assert heading in page
     told = " ".join(aggregates.findings(run))
-    assert "Lda on the same contrast" in told and "layer chosen without the test items" in told
+    assert "LDA, framing == 'warm' vs framing == 'cold': held-out AUROC" in told and len(aggregates.findings(run)) <= 10
 
 
 def test_the_command_recomputes_from_what_is_stored(run, capsys):
