@@ -17,6 +17,7 @@ from interlens.interp.sites import canonical_site
 from . import aggregates, inputs, items, shapes
 from .config import CaptureConfig, ConfigError, InterventionConfig, ScenarioConfig, SweepConfig, did_you_mean
 from .grid import applied, full_path
+from .redact import redact
 from .selection import parse_tokens
 
 POOLS = (None, "mean", "last", "max")
@@ -78,6 +79,8 @@ def _check_scenario(scenario: ScenarioConfig) -> None:
             raise ConfigError(f"{at}.kind is {p.kind!r}; possible: model, scripted, api")
         if p.kind != "scripted" and not p.model:
             raise ConfigError(f"{at}.model is missing; give an embedded name (smollm2), a hub id or a folder")
+        if p.base_url and redact(p.base_url) != p.base_url:
+            raise ConfigError(f"{at}.base_url holds a secret; give it in the provider's environment variable instead")
         if p.kind == "scripted" and not p.lines:
             raise ConfigError(f"{at}.lines is empty; a scripted participant needs what it says")
         if p.max_new_tokens < 1 or p.temperature < 0:

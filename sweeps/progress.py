@@ -16,6 +16,7 @@ from typing import Any
 
 from . import lease, store
 from .places import Remote, place
+from .redact import redact
 
 
 @dataclass(kw_only=True)
@@ -80,16 +81,16 @@ class Progress:
     def say(self, line: str) -> None:
         """One line for the person at the terminal."""
         if self._bar is not None:
-            self._bar.console.print(line, markup=False, highlight=False)
+            self._bar.console.print(redact(line), markup=False, highlight=False)
         elif self._mode != "none":
-            print(line, flush=True)
+            print(redact(line), flush=True)
 
     def complain(self, line: str) -> None:
         """One line on stderr, whatever the mode."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        print(line, file=sys.stderr, flush=True)
+        print(redact(line), file=sys.stderr, flush=True)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append to events.jsonl. Without the disk for it, the run goes on."""
@@ -97,7 +98,7 @@ class Progress:
             if self._events is None:
                 self._events = self._open_events()
             content = {"time": _now(), "clock": round(time.time(), 3), "event": kind, **fields}
-            self._events.write(json.dumps(content, ensure_ascii=False, default=str) + "\n")
+            self._events.write(redact(json.dumps(content, ensure_ascii=False, default=str)) + "\n")
             self._events.flush()
         except OSError as error:
             self.say(f"events.jsonl cannot be written: {error}")

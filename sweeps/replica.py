@@ -29,6 +29,7 @@ from .grid import conditions
 from .identity import cast_of
 from .places import place
 from .plan import Cell, Trunk, Unit, applied
+from .redact import redact
 from .units import part_of, unpack
 from .writer import UnitWriter
 
@@ -92,7 +93,7 @@ class Replica:
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             return {
                 "unit": unit.id, "outcome": "error", "no_space": full, "error": _short(error),
-                "traceback": traceback.format_exc()[-ERROR_CHARS:],
+                "traceback": redact(traceback.format_exc())[-ERROR_CHARS:],
             }  # fmt: skip
         finally:
             self._busy.leave()
@@ -256,11 +257,13 @@ class UnitRun:
         )  # fmt: skip
         try:
             added = self._add_to_sums(result)
+            self.writer.add_cell(cell, messages[start:], records, outcomes, start=start)
+        except OSError:
+            raise
         except Exception as error:
             self._fail(cell, _short(error), traceback.format_exc())
             return
         self.states = added
-        self.writer.add_cell(cell, messages[start:], records, outcomes, start=start)
         self.left.pop(cell.id)
         self.num_held += 1
         self.replica.cells[self.unit.id] = self.num_held
@@ -345,4 +348,4 @@ def _routing(conversation: Any, record: Any) -> Any:
 
 
 def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:ERROR_CHARS]
+    return redact(f"{type(error).__name__}: {error}")[:ERROR_CHARS]

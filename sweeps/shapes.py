@@ -89,7 +89,8 @@ def _shape(source: str, revision: str | None, dtype: str) -> Shape | None:
     stored = dtype if dtype != "auto" else str(text.get("dtype") or text.get("torch_dtype") or "bfloat16")
     return Shape(
         name=source, layers=layers, width=width, vocabulary=text.get("vocab_size") or 0,
-        experts=_first(text, "num_local_experts", "num_experts", "n_routed_experts") or 4 * (source in sources.UPCYCLED),
+        experts=_first(text, "num_local_experts", "num_experts", "n_routed_experts")
+        or 4 * (source in sources.UPCYCLED),
         heads_width=heads * head,
         kv_width=(text.get("num_key_value_heads") or heads) * head,
         item_bytes={"float32": 4, "float64": 8}.get(stored.removeprefix("torch."), 2),

@@ -21,6 +21,7 @@ import torch
 from . import rows, store, tables, tensors
 from .failpoints import reach
 from .plan import Cell, Unit
+from .redact import redact
 
 if TYPE_CHECKING:
     from interlens.interp.activation_cache import ActivationRecord
@@ -155,7 +156,8 @@ class UnitWriter:
     def _fail(self, states: dict[str, str], id: str, who: dict[str, Any], error: str, traceback: str,
               attempts: int) -> None:  # fmt: skip
         self._check_open(states, id)
-        row = {**self._who(who), "error": error, "traceback": traceback, "attempts": attempts}
+        said = {"error": redact(error), "traceback": redact(traceback)}
+        row = {**self._who(who), **said, "attempts": attempts}
         self._rows["failures"].append(row)
         states[id] = "failed"
 

@@ -259,3 +259,48 @@ def test_the_command_line_runs_on_s3(s3, tmp_path, monkeypatch, capsys):
     assert "4 of 4 cells committed" in capsys.readouterr().out
     assert (place(url) / "report/index.html").is_file() and (place(url) / "aggregates/outcomes.json").is_file()
     assert list(tmp_path.iterdir()) == [], "nothing here"
+
+
+def test_secrets_never_reach_disk_or_terminal(tmp_path, monkeypatch, capsys):
+    from sweeps.cli import main
+    from tests.sweeps.test_cli import SCRIPTED
+
+    secret = "zq9-very-private-value"
+    monkeypatch.setenv("SOME_API_KEY", secret)
+    monkeypatch.chdir(tmp_path)
+    module = tmp_path / "leaky.py"
+    module.write_text(
+        "import os\ndef leak(conversation):\n    key = os.environ['SOME_API_KEY']\n"
+        "    raise RuntimeError(f'401: {key} and sk-abcdefghijklmnop1234 were refused')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["run", *SCRIPTED, "scenario.analyzers=['leaky:leak']"]) == 3
+    failure = sweeps.open("runs/sweep").table("failures").to_pylist()[0]
+    assert "401: <SOME_API_KEY> and <secret> were refused" in failure["error"] and "leaky.py" in failure["traceback"]
+    main(["status", "runs/sweep"])
+    main(["report", "runs/sweep"])
+    shown = capsys.readouterr()
+    assert secret not in shown.out + shown.err and "sk-abc" not in shown.out + shown.err
+    for path in (tmp_path / "runs").rglob("*"):
+        assert not path.is_file() or secret.encode() not in path.read_bytes(), path
+    api = {"ann": {"kind": "api", "model": "m", "provider": "openai", "base_url": f"http://me:{secret}@host/v1"}}
+    with pytest.raises(sweeps.config.ConfigError, match="holds a secret") as caught:
+        talk.config(tmp_path, scenario={**talk.SCENARIO, "participants": api}, capture=None)
+    assert secret not in str(caught.value)
+    with pytest.raises(sweeps.config.ConfigError, match="unknown key"):
+        talk.config(tmp_path, scenario={**talk.SCENARIO, "participants": {"ann": {**api["ann"], "api_key": secret}}})
+
+
+def test_a_bad_outcome_fails_its_cell_alone(tmp_path, monkeypatch):
+    from sweeps.cli import main
+    from tests.sweeps.test_cli import SCRIPTED
+
+    (tmp_path / "odd.py").write_text(
+        "def odd(conversation):\n    return {'x': [] if conversation.row['id'] == 'a' else 1.5}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", *SCRIPTED, "scenario.analyzers=['odd:odd']"]) == 3
+    run = sweeps.open("runs/sweep")
+    assert run.counts == {"done": 2, "failed": 2, "pending": 0} and len(list(run.commits())) == 1
+    assert "possible: numbers and strings" in run.table("failures")["error"][0].as_py()
