@@ -1,7 +1,7 @@
 """A model behind an API talks to a local one. Here the API is `transformers serve` with the embedded model.
 
-    pip install openai fastapi uvicorn
-    python examples/api_participant.py
+pip install openai fastapi uvicorn
+python examples/api_participant.py
 """
 
 import socket

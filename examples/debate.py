@@ -1,6 +1,6 @@
 """Two models debate, and one of them is watched while it speaks.
 
-    python examples/debate.py
+python examples/debate.py
 """
 
 from interlens import Conversation, StopStringCondition

@@ -1,6 +1,6 @@
 """A panel of three with a moderator: private roles, a question from the chair, and a hook that keeps answers short.
 
-    python examples/panel.py
+python examples/panel.py
 """
 
 from interlens import AutoModelParticipant, ContextItem, Conversation, Message, MessageHook
@@ -23,12 +23,18 @@ class FirstSentence(MessageHook):
 
 def main() -> None:
     panel = [
-        AutoModelParticipant.from_pretrained("smollm2", name=name, system_prompt=role, temperature=0.6, max_new_tokens=24)
+        AutoModelParticipant.from_pretrained(
+            "smollm2", name=name, system_prompt=role, temperature=0.6, max_new_tokens=24
+        )
         for name, role in ROLES.items()
     ]
     panel[2].private_context = (ContextItem("Between us: you own a bread factory."),)
     conversation = Conversation(
-        panel, shared_context="What is the best breakfast?", moderator_name="chair", message_hooks=[FirstSentence()], seed=5
+        panel,
+        shared_context="What is the best breakfast?",
+        moderator_name="chair",
+        message_hooks=[FirstSentence()],
+        seed=5,
     )
     conversation.run(turns=3)
     conversation.run(turns=1, first="doctor", prompt="Doctor, is bread healthy?")

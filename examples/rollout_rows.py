@@ -1,6 +1,6 @@
 """One conversation per row of a JSONL file, all in the same batches, each with its own analysis.
 
-    python examples/rollout_rows.py
+python examples/rollout_rows.py
 """
 
 import json

@@ -1,6 +1,6 @@
 """A model that calls a Python function. A model this small needs to be shown how, so its private context does.
 
-    python examples/tool_user.py
+python examples/tool_user.py
 """
 
 from interlens import ContextItem, Conversation

@@ -44,8 +44,9 @@ class Conversation:
 
     def __init__(
         self, participants: Sequence[Participant], transcript: Transcript | None = None, shared_context: Any = None,
-        shared_system_prompt: Any = None, moderator_name: str = "moderator", context_policy: ContextPolicy | None = None,
-        context_limit: int | None = None, reasoning_visibility: str = "strip", message_hooks: Iterable[Any] = (),
+        shared_system_prompt: Any = None, moderator_name: str = "moderator",
+        context_policy: ContextPolicy | None = None, context_limit: int | None = None,
+        reasoning_visibility: str = "strip", message_hooks: Iterable[Any] = (),
         communication: CommunicationPolicy | None = None, seed: int = 0,
     ):  # fmt: skip
         self.participants = list(participants)
@@ -211,9 +212,9 @@ class Conversation:
         """`sample` of every participant: {name: Message}."""
         return self.sample([p.name for p in self.participants], message, as_author=as_author, **options)
 
-    # -- called by a turn -----------------------------------------------------------------------------------------------
+    # -- called by a turn ---------------------------------------------------------------------------------------------
     def next_call(self, commit: bool) -> tuple[int, int | None]:
-        """(call number, sample number or None) of a turn that begins. Steps ignore samples, so samples leave no trace."""
+        """(call number, sample number or None) of a turn that begins. Steps ignore samples: samples leave no trace."""
         if commit:
             if self.shared_context is not None and self.row is None and not self.transcript:
                 self._open(demand=True)

@@ -44,7 +44,8 @@ _CLASSES = {
         "TurnStopCondition", "TokenStopCondition", "ElapsedTimeStopCondition", "StopStringCondition",
         "AnyStopCondition", "TokenBudget",
     ),
-    "participants.model": ("ModelParticipant", "Weights"),
+    "participants.model": ("ModelParticipant",),
+    "participants.weights": ("Weights",),
     "participants.scripted": ("ScriptedParticipant", "HumanParticipant"),
     "participants.api": ("APIParticipant", "Usage", "Prices"),
     "tools": ("Tool",),
@@ -115,8 +116,10 @@ def _read(path: Path) -> dict[str, Any]:
     body = json.loads(path.read_bytes())
     version = body.get("schema_version") if isinstance(body, dict) else None
     if version != SCHEMA_VERSION:
-        raise ValueError(f"{path} has schema_version {version!r}; this version reads {SCHEMA_VERSION}: load it with the "
-                         "version of interlens that wrote it")  # fmt: skip
+        raise ValueError(
+            f"{path} has schema_version {version!r}; this version reads {SCHEMA_VERSION}: load it with the version of "
+            "interlens that wrote it"
+        )
     return body
 
 

@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -48,8 +49,8 @@ class Tool:
             schema = get_json_schema(function)
         except Exception as error:
             raise ValueError(
-                f"{getattr(function, '__name__', function)!r} cannot be a tool: {error}. It needs a type hint for every "
-                "argument and a docstring with an 'Args:' section that describes each"
+                f"{getattr(function, '__name__', function)!r} cannot be a tool: {error}. It needs a type hint for "
+                "every argument and a docstring with an 'Args:' section that describes each"
             ) from error
         schema["function"].pop("return", None)
         return cls(function, schema)
@@ -133,10 +134,8 @@ def _call(data: Any) -> Call:
         return Call(name="", error=f'a call is {{"name": ..., "arguments": {{...}}}}, not {json.dumps(data)[:200]}')
     arguments = data.get("arguments", data.get("parameters", {}))
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError):
             arguments = json.loads(arguments or "{}")
-        except ValueError:
-            pass
     if not isinstance(arguments, Mapping):
         return Call(name=data["name"], error=f"arguments must be a JSON object, not {json.dumps(arguments)[:200]}")
     return Call(name=data["name"], arguments=dict(arguments))

@@ -28,7 +28,7 @@ class Transcript(MutableSequence[Message]):
         return Transcript(found) if isinstance(index, slice) else found
 
     def __setitem__(self, index, value) -> None:
-        """Replace one message. A message with another text loses its recorded tokens, and so do all later ones' views."""
+        """Replace one message: its recorded tokens are forgotten with it."""
         if isinstance(index, slice):
             self._messages[index] = [_message(m) for m in value]
         else:

@@ -3,8 +3,8 @@
     Generate(participant, request)  -> receives the engine's Reply
     Ask(participant, call)          -> receives what call() returned; it runs in a thread
 
-`Conversation.turn(...)` makes such a generator; `rollout.Scheduler` serves many of them. A failing Ask, and a Reply with
-an error, are thrown into the generator.
+`Conversation.turn(...)` makes such a generator; `rollout.Scheduler` serves many of them. What a call raises is thrown
+into the generator.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ def refuse(speaker: Participant, options: TurnOptions) -> None:
     wanted = [name for name, value in asked.items() if value]
     if wanted:
         raise UnsupportedIntervention(
-            f"{', '.join(wanted)} asked of {speaker.name!r}, a {type(speaker).__name__}, whose inside cannot be reached; "
-            "only local models can: drop it, or make this participant a ModelParticipant"
+            f"{', '.join(wanted)} asked of {speaker.name!r}, a {type(speaker).__name__}, whose inside cannot be "
+            "reached; only local models can: drop it, or make this participant a ModelParticipant"
         )
 
 

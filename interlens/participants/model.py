@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
-from ..message import Fed, Message
-from ..reasoning import Markers, phases_of, reasoning_text, split_reply
+from ..reasoning import Markers
 from ..turns import Ask, Generate, Steps, TurnOptions, TurnRequest, as_tuple
 from .base import Participant
+from .generation import Generation
+from .weights import Weights
 
 
 class ModelParticipant(Participant):
@@ -23,7 +21,8 @@ class ModelParticipant(Participant):
     thinking: "auto" (the template decides), True or False (its `enable_thinking`), or a pair of texts (opening,
         closing) for a model whose markers are not known from its template.
     tools: functions or `Tool`s; at most `max_tool_iters` rounds of calls a turn.
-    steering: in force in every turn that does not bring its own. adapter: a PEFT adapter folder, or the name of one that is attached to the model.
+    steering: in force in every turn that does not bring its own.
+    adapter: a PEFT adapter folder, or the name of one that is attached to the model.
     """
 
     capturable = True
@@ -171,7 +170,7 @@ class ModelParticipant(Participant):
         reply = yield Generate(participant=self, request=asked)
         if reply.error is not None:
             raise reply.error
-        return _Made(participant=self, request=request, asked=asked, reply=reply, template=self.template)
+        return Generation(participant=self, request=request, asked=asked, reply=reply, template=self.template)
 
     def steerings(self, options: TurnOptions) -> tuple:
         """What steers this turn: its own, else the participant's."""
@@ -181,165 +180,6 @@ class ModelParticipant(Participant):
 def budget(participant: ModelParticipant, options: TurnOptions) -> int:
     """At most so many new tokens."""
     return participant.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
-
-
-@dataclass(kw_only=True)
-class _Made:
-    """One generation, and what it becomes."""
-
-    participant: ModelParticipant
-    request: TurnRequest
-    asked: Any
-    reply: Any
-    template: Any
-
-    @cached_property
-    def phases(self) -> tuple[str, ...]:
-        return tuple(self.reply.phases) or phases_of(self.reply.tokens, self.asked.layout.markers)
-
-    @cached_property
-    def fed(self) -> Fed:
-        return Fed(
-            prompt=self.asked.tokens, generated=tuple(self.reply.tokens), phases=self.phases, layout=self.asked.layout,
-            template_hash=self.template.hash,
-        )  # fmt: skip
-
-    @cached_property
-    def raw(self) -> str:
-        return self.participant.tokenizer.decode(list(self.reply.tokens), skip_special_tokens=False)
-
-    @cached_property
-    def halves(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        tokens = tuple(self.reply.tokens)
-        if tokens and tokens[-1] in self.asked.sampling.stop_ids:
-            tokens = tokens[:-1]
-        return split_reply(tokens, self.asked.layout.markers)
-
-    def rest(self, family: Any) -> tuple[str, list]:
-        """(content, calls) of the reply."""
-        decode = self.participant.tokenizer.decode
-        content = decode(list(self.halves[1]), skip_special_tokens=True).strip()
-        if family is None:
-            return content, []
-        text = self.raw if family.in_reasoning else decode(list(self.halves[1]), skip_special_tokens=False)
-        left, calls = family.parse(text)
-        if not calls:
-            return content, []
-        if family.in_reasoning:
-            return "", calls
-        for token in self.participant.tokenizer.all_special_tokens:
-            left = left.replace(token, "")
-        return left.strip(), calls
-
-    def as_view(self, results: list[dict]) -> list:
-        """This generation and the results of its calls, as the next generation sees them."""
-        from ..views.view import ViewMessage
-
-        own = ViewMessage(role="assistant", content=self.raw, author=self.participant.name, fed=self.fed, in_tools=True)
-        return [own, *(ViewMessage(role="tool", content=r["result"], author=r["name"]) for r in results)]
-
-    def message(self, content: str, trail: list, finish_reason: str) -> Message:
-        sampling, reply = self.asked.sampling, self.reply
-        metadata: dict[str, Any] = {
-            "raw_completion": self.raw,
-            "n_tokens": len(reply.tokens),
-            "n_prompt_tokens": len(self.asked.tokens),
-            "finish_reason": finish_reason,
-            "seed": self.request.key[0],
-            "sampling": {
-                "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-                "max_new_tokens": sampling.max_new_tokens, "stop_ids": list(sampling.stop_ids),
-            },
-        }  # fmt: skip
-        reasoning = reasoning_text(self.participant.tokenizer, self.halves[0])
-        if reasoning:
-            metadata["reasoning"] = reasoning
-        metadata |= self._interventions()
-        for name, values in (reply.logprobs or {}).items():
-            metadata[name] = [v if math.isfinite(v) else None for v in map(float, values)]
-        if trail:
-            metadata["tool_trail"] = trail
-        return Message(self.participant.name, content, metadata, fed=self.fed, records=tuple(reply.records))
-
-    def _interventions(self) -> dict[str, Any]:
-        """The `patch` and `steering` entries: a dict for one spec, a list for several."""
-        patches = len(as_tuple(self.request.options.patch))
-        counts = [*self.reply.tokens_modified, *[0] * len(self.asked.interventions)]
-        told = [
-            {**plain(spec.summary()), "fingerprint": spec.fingerprint, "tokens_modified": int(n)}
-            for spec, n in zip(self.asked.interventions, counts, strict=False)
-        ]
-        parts = {"patch": told[:patches], "steering": told[patches:]}
-        return {k: v[0] if len(v) == 1 else v for k, v in parts.items() if v}
-
-
-def plain(value: Any) -> Any:
-    """Plain JSON values only."""
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-
-
-class Weights:
-    """Where a model comes from, loaded when first asked for. Shared by clones; pickles without the model."""
-
-    def __init__(
-        self, source: Any = None, *, model: Any = None, tokenizer: Any = None, engine: Any = None, **options: Any
-    ):
-        self.source = source if isinstance(source, str) or source is None else str(source)
-        self.options = options
-        self._model, self._tokenizer, self._engine = model, tokenizer, engine
-        if model is not None and self.source is None:
-            if tokenizer is None and engine is None:  # a model object from `load` knows its tokenizer
-                from ..loading import load
-
-                self._tokenizer = load(model).tokenizer
-            self.source = getattr(getattr(model, "config", None), "_name_or_path", None) or None
-        self._given = model is not None
-        self._loaded: dict[str | None, Any] = {}
-
-    def get(self, adapter: str | None = None) -> Any:
-        """The `loading.Loaded` of this source, with the adapter attached."""
-        if adapter not in self._loaded:
-            if self._engine is not None and self._model is None:
-                return _Stub(None, self._tokenizer, adapter)
-            if self._given and self._model is None:
-                raise ValueError(
-                    f"this participant was made from a loaded model ({self.source or 'unnamed'}), which does not travel; "
-                    "give it one again with participant.weights = Weights(model=..., tokenizer=...)"
-                )
-            from ..adapters import attached
-            from ..loading import load
-
-            source: Any = self._model if self._model is not None else self.source
-            if adapter is not None and adapter in attached(self.get().model):  # the name of one that is there already
-                self._loaded[adapter] = replace(self.get(), adapter=adapter)
-            else:
-                self._loaded[adapter] = load(source, tokenizer=self._tokenizer, adapter=adapter, **self.options)
-        return self._loaded[adapter]
-
-    def engine(self, adapter: str | None = None) -> Any:
-        if self._engine is not None:
-            return self._engine
-        from ..engine.engine import engine_for
-
-        return engine_for(self.get(adapter).model)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_model": None, "_tokenizer": None, "_engine": None, "_loaded": {}}
-
-
-@dataclass(frozen=True)
-class _Stub:
-    """A tokenizer whose model lives behind an engine that was given."""
-
-    model: Any
-    tokenizer: Any
-    adapter: str | None
 
 
 class AutoModelParticipant:

@@ -43,7 +43,7 @@ class MessageHook:
 
 
 def review(hooks: list[Any], message: Message, conversation: Conversation) -> Message | None:
-    """The message that remains after all hooks, or None. A hook is a MessageHook or a callable (message, conversation)."""
+    """The message that remains after all hooks, or None. A callable (message, conversation) is a hook too."""
     for hook in hooks:
         verdict = (hook.review if hasattr(hook, "review") else hook)(message.copy(), conversation)
         if not isinstance(verdict, Verdict):

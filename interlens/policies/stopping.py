@@ -17,7 +17,7 @@ class StopCondition:
     """Subclasses implement `check`; it is called once before the first turn, with no message, and after every turn."""
 
     def check(self, conversation: Conversation, message: Message | None) -> str | None:
-        """Why the run ends now, or None. `message` is the last committed one; None for a denied turn and at the start."""
+        """Why the run ends now, or None. `message`: the last committed one; None at the start and for a denied turn."""
         raise NotImplementedError
 
     def turn_limit(self, conversation: Conversation) -> int | None:

@@ -1,7 +1,7 @@
 """Fitting a view to what a template can show.
 
-System messages fold into the first user message where a template knows no system role, neighbours of one role merge where
-it wants strict alternation, and tool results become labelled user text where it has no tool role.
+System messages fold into the first user message where a template knows no system role, neighbours of one role merge
+where it wants strict alternation, and tool results become labelled user text where it has no tool role.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ from .template import Shape, Template, TemplateError
 from .view import View, ViewMessage, shown
 
 Memo = dict[int, tuple[ViewMessage, str, list[Item], bool]]
-"""Slot -> (its message, the markup before it, its items, whether they bring their end of turn) of an earlier view."""
+"""Of an earlier view: slot -> (its message, the markup before it, its items, whether they end the turn)."""
 
 
 @dataclass(kw_only=True)
 class Stream:
-    """One view on its way to tokens. `marks`: one before every message; else one where the branch begins, if any does."""
+    """One view on its way to tokens. `marks`: one before every message; else one where the branch begins."""
 
     view: View
     slots: list[Slot]
@@ -34,11 +34,12 @@ class Stream:
         brought_end = False  # the slot before brought its own end of turn
         for n, slot in enumerate(self.slots):
             first = slot.messages[0] if len(slot.messages) == 1 else None
-            settled = first is not None and not (self.marks or brought_end or first is self.due) and slot.role != "tool"
-            known = self.memo.get(n) if settled else None
+            if self.marks or brought_end or first is self.due or slot.role == "tool":
+                first = None  # made anew
+            known = self.memo.get(n) if first is not None else None
             if known is None or known[0] is not first or known[1] != self.parts[n]:
                 made, brought_end = self._slot(n, slot, brought_end)
-                if settled and (made[-1].kind == "tokens" or self.template.leaves(first.content)):
+                if first is not None and (made[-1].kind == "tokens" or self.template.leaves(first.content)):
                     self.memo[n] = (first, self.parts[n], made, brought_end)
             else:
                 made, brought_end = known[2], known[3]
@@ -79,7 +80,7 @@ class Stream:
         return items, own is not None and slot.messages[-1].in_tools
 
     def _markup(self, text: str, n: int, gone: int, begins: bool) -> list[Item]:
-        """Markup before slot n, of which the first `gone` characters are left out; with a mark where the slot begins."""
+        """Markup before slot n, whose first `gone` characters were left out; with a mark where the slot begins."""
         if not begins:
             return [Item("markup", text)] if text else []
         edge = min(max(self._edge(n) - gone, 0), len(text))

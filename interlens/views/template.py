@@ -1,6 +1,6 @@
 """What a chat template can do, found out by trying it, and its skeletons: rendered prompts with holes for the contents.
 
-A skeleton depends on roles alone, so it is rendered once per sequence of roles and shared by all conversations. Contents
+A skeleton depends on roles alone: it is rendered once per sequence of roles and shared by all conversations. Contents
 never go through the template where they could be mistaken for markup or be rewritten; the few that a template treats
 (white space it trims, text it escapes) are tried one by one.
 """
@@ -103,8 +103,8 @@ class Template:
             before, found, rest = rest.partition(hole(n))
             if not found or hole(n) in rest:
                 raise TemplateError(
-                    f"the chat template {'repeats' if found else 'drops or reorders'} message {n} ({shape.roles[n]}) of "
-                    f"the roles {', '.join(shape.roles)}"
+                    f"the chat template {'repeats' if found else 'drops or reorders'} message {n} ({shape.roles[n]}) "
+                    f"of the roles {', '.join(shape.roles)}"
                 )
             parts.append(before)
         with _lock:
@@ -220,7 +220,7 @@ class Template:
         return self._replies[thinking]
 
     def reply_markers(self, thinking: bool | None, texts: tuple[str, str] | None = None) -> Markers | None:
-        """Markers for a generation: `opened` if the prompt itself ends inside reasoning. `texts` replace the family's."""
+        """Markers for a generation: `opened` if the prompt itself ends inside reasoning. `texts`: given ones."""
         key = (thinking, texts)
         if key not in self._markers:
             found = find_markers(self.tokenizer, self.source, texts) if texts else self.markers

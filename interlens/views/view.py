@@ -69,7 +69,7 @@ class View(Sequence):
         return f"{message.author}: "
 
     def chat(self) -> list[dict[str, str]]:
-        """As the role/content dicts that chat APIs take, labelled; reasoning that may be seen comes before its content."""
+        """As the role/content dicts that chat APIs take, labelled; visible reasoning comes before its content."""
         return [{"role": m.role, "content": self.label(m) + shown(m)} for m in self.messages]
 
     def with_messages(self, messages) -> View:

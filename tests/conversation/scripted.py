@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from interlens.engine.request import Reply, Request
 from interlens.interp.select import TokenSequence
-from interlens.participants.model import ModelParticipant, Weights
+from interlens.participants.model import ModelParticipant
+from interlens.participants.weights import Weights
 
 
 @dataclass
@@ -61,7 +62,7 @@ class ScriptedEngine:
 
 
 def speaker(name: str, tokenizer, answer=None, **options) -> ModelParticipant:
-    """A ModelParticipant on a scripted engine. `answer`: a text, a list of texts, or a function of (request, tokenizer)."""
+    """A ModelParticipant on a scripted engine. `answer`: a text, several, or a function of (request, tokenizer)."""
     return ModelParticipant(name, Weights(engine=engine(tokenizer, answer), tokenizer=tokenizer), **options)
 
 

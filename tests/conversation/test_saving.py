@@ -94,8 +94,9 @@ def same(a, b):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    said=st.lists(messages, max_size=4), key=keys, seed=st.integers(0, 2**40), system=texts, shared=texts, context=policies,
-    communication=talks, row=st.none() | st.dictionaries(text, plain, max_size=3), temperature=st.floats(0, 2),
+    said=st.lists(messages, max_size=4), key=keys, seed=st.integers(0, 2**40), system=texts, shared=texts,
+    context=policies, communication=talks,
+    row=st.none() | st.dictionaries(text, plain, max_size=3), temperature=st.floats(0, 2),
     own_seed=st.none() | st.integers(), thinking=st.sampled_from(["auto", True, False, ("<a>", "</a>")]),
     coef=st.floats(-5, 5), visibility=st.sampled_from(["strip", "self_retain", "shared"]),
 )  # fmt: skip
@@ -179,7 +180,7 @@ def test_a_forged_folder_imports_nothing(tmp_path):
     ):  # fmt: skip
         body["conversation"]["row"] = forged
         (tmp_path / "conversation.json").write_text(json.dumps(body))
-        with pytest.raises(ValueError, match="if you trust it|unknown kind 'Popen'"):
+        with pytest.raises(ValueError, match=r"if you trust it|unknown kind 'Popen'"):
             Conversation.load(tmp_path)
 
 

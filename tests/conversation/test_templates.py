@@ -1,5 +1,6 @@
 """Every family of chat template × speakers × system × tools × reasoning: what is fed is what was said."""
 
+import itertools
 import re
 
 import pytest
@@ -106,7 +107,7 @@ def test_matrix(name, speakers, system, tools, reasoning, smol):
         for i, (start, stop) in layout.message_spans.items():
             assert tokenizer.decode(list(ids[start:stop])).strip() == said[i].content.strip()
         covered = sorted([*layout.special_spans, *layout.message_spans.values()])
-        assert all(a[1] <= b[0] for a, b in zip(covered, covered[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(covered))
         # the family's own markers give the same turns back
         if name != "smol":
             turns = parsed(name, text)
@@ -142,7 +143,7 @@ def test_text_alone_is_what_the_template_itself_gives(name, smol):
     spans = message_token_spans(tokenizer, dicts)
     whole = tokenizer.apply_chat_template(dicts, tokenize=True, return_dict=False)
     assert spans[0][0] == 0 and spans[-1][1] == len(whole)
-    assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
     for (start, stop), (_, content) in zip(spans, chat, strict=True):
         assert content in tokenizer.decode(whole[start:stop])
 
@@ -159,7 +160,8 @@ def test_spans_of_a_template_that_rewrites_history():
     spans = message_token_spans(tokenizer, chat)
     pieces = [tokenizer.decode(whole[a:b]) for a, b in spans]
     assert pieces == [
-        "<|im_start|>user\nOne?<|im_end|>\n", "<|im_start|>assistant\nTwo.<|im_end|>\n", "<|im_start|>user\n<|im_end|>\n",
+        "<|im_start|>user\nOne?<|im_end|>\n", "<|im_start|>assistant\nTwo.<|im_end|>\n",
+        "<|im_start|>user\n<|im_end|>\n",
         "<|im_start|>assistant\n<think>\n\n</think>\n\nThree.<|im_end|>\n",
     ]  # fmt: skip
 

@@ -51,7 +51,8 @@ WANTED = Call(name="add", arguments={"a": 2, "b": 3})
     [
         (parse_hermes, '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'),
         (parse_hermes, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 2, \\"b\\": 3}"}'),
-        (parse_hermes, "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n3\n</parameter>\n</function>\n</tool_call>"),
+        (parse_hermes, "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>"
+         "\n<parameter=b>\n3\n</parameter>\n</function>\n</tool_call>"),
         (parse_llama, '<|python_tag|>{"name": "add", "parameters": {"a": 2, "b": 3}}'),
         (parse_llama, '{"type": "function", "name": "add", "parameters": {"a": 2, "b": 3}}'),
         (parse_llama, "[add(a=2, b=3)]"),

@@ -110,7 +110,8 @@ def test_a_turns_steering_replaces_the_participants_own(conversation):
     none = conversation.branch().sample("alice", steering=())
     assert none == plain
     both = conversation.sample(
-        "alice", steering=[SteeringSpec(direction, layers=0), SteeringSpec(direction, layers=1)], patch=Patch(torch.zeros(1, 32), 0, (3,)),
+        "alice", steering=[SteeringSpec(direction, layers=0), SteeringSpec(direction, layers=1)],
+        patch=Patch(torch.zeros(1, 32), 0, (3,)),
         return_logprobs=True,
     )  # fmt: skip
     assert len(both.metadata["steering"]) == 2 and both.metadata["patch"]["tokens_modified"] == 1
