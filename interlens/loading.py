@@ -252,7 +252,7 @@ def _load(wanted: _Wanted) -> Loaded:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where = {"revision": wanted.revision, "local_files_only": wanted.kind != "hub"}
-    kwargs = wanted.kwargs()
+    kwargs, device = wanted.kwargs(), wanted.device
     try:
         with _progress_bars(wanted.kind == "hub"):
             source = _source(wanted)
@@ -265,8 +265,8 @@ def _load(wanted: _Wanted) -> Loaded:
     except Exception as error:
         tried = f"cannot load {wanted.name!r} as {_WHAT[wanted.kind]}: {_root_cause(error)}"
         raise CannotLoad(f"{tried}; possible: {sources.possible()}" if wanted.kind == "hub" else tried) from error
-    if "device_map" not in kwargs and wanted.device != "cpu":
-        model = model.to(wanted.device)
+    if "device_map" not in kwargs and isinstance(device, str) and device != "cpu":
+        model = model.to(device)
     options = {"name": wanted.name, "kind": wanted.kind, "revision": wanted.revision, "quantized": wanted.quantize}
     return _describe(model.eval(), tokenizer, **options)
 

@@ -6,6 +6,8 @@ dense model's. Without noise the logits are the dense model's. Source: Komatsuza
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -18,7 +20,8 @@ def upcycle(model: nn.Module, *, num_experts: int = 4, top_k: int = 2, noise: fl
     """
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    dense = model.config
+    whole: Any = model
+    dense = whole.config
     if dense.model_type != "llama" or dense.attention_bias or dense.mlp_bias:
         raise ValueError(f"only a Llama without biases can be upcycled, got {dense.model_type!r}")
     if not 1 <= top_k <= num_experts:
@@ -57,7 +60,7 @@ def upcycle(model: nn.Module, *, num_experts: int = 4, top_k: int = 2, noise: fl
         for name, target in sparse.state_dict().items():
             if ".mlp." not in name:
                 target.copy_(weights[name])
-        for old, new in zip(model.model.layers, sparse.model.layers, strict=True):
+        for old, new in zip(whole.model.layers, sparse.model.layers, strict=True):
             up = torch.cat([old.mlp.gate_proj.weight, old.mlp.up_proj.weight])
             for expert in range(num_experts):
                 new.mlp.experts.gate_up_proj[expert].copy_(_noisy(up, noise, generator))

@@ -38,7 +38,7 @@ def _data_files(root: Path | Remote) -> Iterator[str]:
     for table in TABLES:
         for path in sorted((root / table).rglob("*")):
             if isinstance(path, Remote) or path.is_file():
-                yield str(path.relative_to(root))
+                yield str(path)[len(str(root)) + 1 :]
 
 
 def collect(root: store.Root, *, dry_run: bool = False, leased: bool = False) -> list[str]:

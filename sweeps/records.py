@@ -121,7 +121,7 @@ class Records(ABC):
         return rows.record(row, self._mapped(row["file"]).rows(row["key"], row["row_start"], row["row_end"]))
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 (maps live as long as somebody uses their tensors)
-    def _mapped(self, file: str) -> tensors.MappedFile:
+    def _mapped(self, file: str) -> tensors.TensorFile:
         return tensors.open_file(place(self.full_path(file)))
 
     def routing_stats(self, *, where: Any = None, **filters: Any) -> RoutingStats:

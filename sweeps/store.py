@@ -43,7 +43,7 @@ def create(root: Root, name: str) -> Iterator[IO[bytes]]:
         with _conditional_put(final) as out:
             yield out
         return
-    with _temporary(Path(root), final) as (out, temporary):
+    with _temporary(Path(str(root)), final) as (out, temporary):
         yield out
         _sync(out)
         os.link(temporary, final)
@@ -56,7 +56,7 @@ def replace(root: Root, name: str, data: bytes) -> None:
     if isinstance(final, Remote):
         final.fs.pipe_file(final.path, data)
         return
-    with _temporary(Path(root), final) as (out, temporary):
+    with _temporary(Path(str(root)), final) as (out, temporary):
         out.write(data)
         _sync(out)
         os.replace(temporary, final)

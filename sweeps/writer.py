@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -35,7 +34,7 @@ FILE_BYTES = 512_000_000
 class UnitWriter:
     """Streams a unit's trunks and cells to files; `commit` closes the unit."""
 
-    def __init__(self, root: str | Path, unit: Unit, models: Mapping[str, str], attempt: str | None = None):
+    def __init__(self, root: store.Root, unit: Unit, models: Mapping[str, str], attempt: str | None = None):
         """`models`: participant -> model name, the partition of its records. `attempt`: 8 hex digits, None: random."""
         self.root, self.unit, self.models = root, unit, dict(models)
         self.attempt = attempt or secrets.token_hex(4)

@@ -1,3 +1,4 @@
+# ruff: noqa: E402 (the environment is set before anything is imported)
 """What every test stands on: no hub, one thread, the embedded model, and no hook left behind."""
 
 import os
@@ -37,7 +38,7 @@ def no_hook_left_behind():
 
 
 def hooks_since(first_id: int) -> list[str]:
-    """Forward (pre-)hooks on any live module with a handle id of `first_id` or later; transformers' own are its business."""
+    """Forward (pre-)hooks with a handle id of `first_id` or later on live modules; transformers keeps its own."""
     from torch import nn
 
     live = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -45,7 +46,7 @@ def causal_trace(
             raise ValueError(f"no position {position} in a prompt of {length} tokens")
     columns = [position % length for position in columns]
     spec = CaptureSpec((site,), None if site in ("embed", "final_norm", "logits") else rows, offload=None)
-    source = {c.layer: c.tensor for c in capture_activations(model, clean[None], spec)}
+    source: dict[int, Any] = {c.layer: c.tensor for c in capture_activations(model, clean[None], spec)}
     pairs = [(layer, position) for layer in rows for position in columns]
     device = next(model.parameters()).device
     values: list[float] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -30,7 +30,7 @@ def lens_table(
     """The logit lens on every layer's `residual` of one prompt, [S] or [1, S]: one forward and one head per layer."""
     ids = torch.as_tensor(input_ids).reshape(1, -1)
     layers = layers if layers is None else tuple(layers)
-    captured = capture_activations(model, ids, CaptureSpec(layers=layers, offload=None))
+    captured: Any = capture_activations(model, ids, CaptureSpec(layers=layers, offload=None))
     tokens, logprobs = [], []
     with torch.no_grad():
         for _, _, hidden in captured:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import inputs, store
+from ..places import place
 
 
 def save_directions(
-    root: str | Path, name: str, tensors: Mapping[str, np.ndarray], provenance: Mapping[str, Any]
+    root: store.Root, name: str, tensors: Mapping[str, np.ndarray], provenance: Mapping[str, Any]
 ) -> None:
     """Write directions [D], scaled to unit norm, to `root/name`; the file appears whole or not at all.
 
@@ -35,16 +35,16 @@ def save_directions(
     store.replace(root, name, save(unit, metadata=metadata))
 
 
-def read_directions(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def read_directions(path: store.Root) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """All directions of a file, name -> [D], and their provenance. ValueError where there is no such file."""
-    from safetensors import safe_open
+    from safetensors.numpy import load
 
-    if not Path(path).is_file():
+    file = place(path)
+    if not file.exists():
         raise ValueError(f"no directions at {path}; a run with an aggregate `directions` writes them")
-    with safe_open(str(path), framework="np") as opened:
-        tensors = {key: np.array(opened.get_tensor(key)) for key in opened.keys()}  # noqa: SIM118
-        metadata = opened.metadata() or {}
-    return tensors, json.loads(metadata.get("provenance", "{}"))
+    data = file.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return dict(sorted(load(data).items())), json.loads(header.get("__metadata__", {}).get("provenance", "{}"))
 
 
 def direction_of(run: Any, text: str, width: int) -> np.ndarray:

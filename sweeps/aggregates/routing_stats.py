@@ -67,7 +67,7 @@ class RoutingSums:
         return merged
 
     def finish(self, state: State) -> dict[str, Any]:
-        entries = []
+        entries: list[dict[str, Any]] = []
         for key in sorted(name[: -len(":tokens")] for name in state if name.endswith(":tokens")):
             participant, layer, phase, by = key.split("|", 3)
             picks, mass, tokens = (state[f"{key}:{part}"] for part in PARTS)
@@ -96,7 +96,8 @@ class RoutingSums:
         found = []
         for (participant, phase, layer), members in groups.items():
             for a, b in itertools.combinations(members, 2):
-                p, q = np.array([a["load"]]), np.array([b["load"]])
+                p: Any = np.array([a["load"]])
+                q: Any = np.array([b["load"]])
                 found.append(
                     {
                         "participant": participant,

@@ -128,7 +128,8 @@ def unit_state(root: str, unit: str, name: str, options: dict[str, Any]) -> Stat
     run = _opened(root)
     commit = store.read_commit(root, unit)
     assert commit is not None, f"unit {unit} has no commit"
-    return shard_state(run, commit, build([AggregateConfig(name=name, options=options)], run.config)[0])
+    aggregate: Any = build([AggregateConfig(name=name, options=options)], run.config)[0]
+    return shard_state(run, commit, aggregate)
 
 
 @lru_cache(maxsize=1)

@@ -182,7 +182,8 @@ def test_false_rows_are_found(root, tmp_path):
     writer.commit()
     found = verify(config.run.dir, deep=True)
     for n, said in enumerate(("token 99 at position 10, where the message has 15", "token_span says 5 rows",
-                              "no message 7", "position 100, where the message has nothing", "outside its 3 rows")):  # fmt: skip
+                              "no message 7", "position 100, where the message has nothing",
+                              "outside its 3 rows")):  # fmt: skip
         assert sum(unit.cells[n].id in problem and said in problem for problem in found.problems) == 1
     assert len(found.problems) == 5
 
