@@ -85,7 +85,7 @@ class Scheduler:
     `tick` is called before every step; what it raises ends the loop, as leaving it early does.
     """
 
-    def __init__(self, *, max_live: int | None = None, threads: int = 16, tick: Callable[[], None] | None = None):
+    def __init__(self, *, max_live: int | None = None, threads: int = 64, tick: Callable[[], None] | None = None):
         self.max_live = max_live
         self._tick = tick
         self._waiting: deque[_Job] = deque()
@@ -154,6 +154,7 @@ class Scheduler:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="interlens-ask")
         self._asking += 1
+        alone = not (self._tickets or self._waiting or self._asking > 1)
 
         def run():
             try:
@@ -162,7 +163,10 @@ class Scheduler:
                 answer = (job, None, failure)
             self._answers.put(answer)
 
-        self._pool.submit(run)
+        if alone:  # nothing could go on meanwhile: no thread, so that a person can be asked in a notebook
+            run()
+        else:
+            self._pool.submit(run)
 
     def _advance(self) -> None:
         """One step of every engine with requests of ours, then hand out whatever has been answered."""
@@ -188,7 +192,7 @@ class Scheduler:
             time.sleep(0.0002)  # somebody else is stepping our engine
 
 
-def drive(jobs: Iterable[Steps], *, max_live: int | None = None, threads: int = 16) -> list[Outcome]:
+def drive(jobs: Iterable[Steps], *, max_live: int | None = None, threads: int = 64) -> list[Outcome]:
     """Run jobs to their ends. Outcomes in the order of `jobs`, tagged with their index."""
     scheduler = Scheduler(max_live=max_live, threads=threads)
     for i, job in enumerate(jobs):

@@ -70,6 +70,8 @@ class Turn:
     """None: a message hook denied it."""
     index: int
     """The index the message has in the transcript, or would have had."""
+    denied: Message | None = None
+    """What a hook denied; its finish_reason says so."""
     records: list[ActivationRecord] = field(default_factory=list)
     """Every record of the turn, addresses filled in; also those that went into caches of `conv.capture`."""
 
@@ -139,10 +141,12 @@ def take(
     records = list(message.records)
     message = message.copy(records=())
     if commit:
-        message = review(conversation.message_hooks, message, conversation)
-        if message is None:
+        kept = review(conversation.message_hooks, message, conversation)
+        if kept is None:
             conversation.denied()
-            return Turn(message=None, index=index)
+            denied = message.copy(metadata={**message.metadata, "finish_reason": "denied"})
+            return Turn(message=None, index=index, denied=denied)
+        message = kept
     for record in records:
         record.participant, record.message_idx, record.sample = speaker.name, index, sample
     if records:

@@ -43,7 +43,12 @@ class Participant:
 
     def clone(self) -> Participant:
         """A copy for another conversation: weights are shared, settings and state are not."""
-        return copy.deepcopy(self)
+        other = copy.copy(self)
+        other.__dict__.update({name: copy.deepcopy(value) for name, value in self.__dict__.items()})
+        return other
+
+    def __deepcopy__(self, memo: dict) -> Participant:
+        return self.clone()
 
     def needs(self) -> str:
         """What it needs that cannot be saved with it; "" for nothing."""

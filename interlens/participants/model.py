@@ -201,6 +201,8 @@ class AutoModelParticipant:
 
 def participants_of(models: Any, names: Any, options: Mapping[str, Any]) -> list[ModelParticipant]:
     """One participant per model, named. Equal models share their weights."""
+    from ..sources import kind
+
     models = list(models) if isinstance(models, (list, tuple)) else [models]
     letters = "abcdefghijklmnopqrstuvwxyz"
     names = [letters[i] if i < 26 else f"p{i + 1}" for i in range(len(models))] if names is None else list(names)
@@ -216,6 +218,8 @@ def participants_of(models: Any, names: Any, options: Mapping[str, Any]) -> list
         ref = given if isinstance(given, str) else id(given)
         if ref not in shared:
             is_name = isinstance(given, (str, os.PathLike))
+            if is_name:
+                kind(os.fspath(given))  # a name that can be no model is refused now, not at the first turn
             shared[ref] = (
                 Weights(os.fspath(given), **load_options) if is_name else Weights(model=given, tokenizer=tokenizer)
             )

@@ -51,6 +51,9 @@ class Weights:
 
         return engine_for(self.get(adapter).model)
 
+    def __deepcopy__(self, memo: dict) -> Weights:
+        return self
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_model": None, "_tokenizer": None, "_engine": None, "_loaded": {}}
 

@@ -271,13 +271,10 @@ def template_of(tokenizer: Any) -> Template:
     with _lock:
         known = _templates.get(tokenizer)
         if known is None or known.source != source:
-            body = json.dumps(
-                [source, tokenizer.name_or_path and len(tokenizer), tokenizer.special_tokens_map], default=str
-            )
-            known = Template(
-                weakref.proxy(tokenizer), source, hashlib.blake2b(body.encode(), digest_size=8).hexdigest(),
-                Segments(weakref.proxy(tokenizer)),
-            )  # fmt: skip
+            vocabulary = sorted(tokenizer.get_vocab().items())
+            body = json.dumps([source, vocabulary, tokenizer.special_tokens_map], default=str)
+            digest = hashlib.blake2b(body.encode(), digest_size=8).hexdigest()
+            known = Template(weakref.proxy(tokenizer), source, digest, Segments(weakref.proxy(tokenizer)))
             _templates[tokenizer] = known
             if not known.takes("user", "assistant", "user"):
                 del _templates[tokenizer]

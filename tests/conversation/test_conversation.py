@@ -1,10 +1,11 @@
 """Laws of one conversation, on a scripted engine."""
 
 import json
+import threading
 
 import pytest
 
-from interlens import Conversation, Message, ScriptedParticipant, Transcript, UnsupportedIntervention
+from interlens import Conversation, HumanParticipant, Message, ScriptedParticipant, Transcript, UnsupportedIntervention
 from interlens.errors import ContextOverflow
 from interlens.participants import Participant
 from interlens.policies import (
@@ -22,6 +23,7 @@ from interlens.policies import (
     deny,
     edit,
 )
+from interlens.rollout import finish
 
 from .scripted import speaker
 from .tokenizers import family
@@ -56,7 +58,9 @@ def test_from_models_never_drops_one():
         Conversation.from_models(("smollm2", "smollm2"), names=("alice",))
     with pytest.raises(ValueError, match="1 models but 2 names"):
         Conversation.from_models(("smollm2",), names=("alice", "bob"))
-    named = Conversation.from_models(("smollm2", "smollm2", "elsewhere"))
+    with pytest.raises(ValueError, match="did you mean 'smollm2'"):
+        Conversation.from_models(("smolm2",))
+    named = Conversation.from_models(("smollm2", "smollm2", "somebody/elsewhere"))
     assert [p.name for p in named.participants] == ["a", "b", "c"]
     assert named.participants[0].weights is named.participants[1].weights is not named.participants[2].weights
 
@@ -308,3 +312,25 @@ def test_transcripts_are_lists():
 def test_capture_records_go_to_every_open_block():
     with pytest.raises(ValueError, match="no participant 'carol'"), pair().capture(participants=["carol"]):
         pass
+
+
+def test_a_denied_turn_says_what_was_denied():
+    conversation = pair(message_hooks=[lambda message, conversation: deny("never")])
+    turn = finish(conversation.turn("alice"))
+    assert turn.message is None and turn.denied.metadata["finish_reason"] == "denied" and turn.index == 1
+
+
+def test_copies_of_policies_and_hooks_never_copy_weights():
+    tokenizer = family("chatml")
+    writer = speaker("writer", tokenizer)
+    conversation = Conversation(
+        [speaker("alice", tokenizer)], context_policy=SummarizePolicy(summarizer=writer), shared_context="Go."
+    )
+    assert conversation.branch().context_policy.summarizer.weights is writer.weights
+
+
+def test_a_person_alone_is_asked_in_the_main_thread():
+    asked = []
+    person = HumanParticipant("me", lambda view: asked.append(threading.current_thread()) or view[-1].content.upper())
+    conversation = Conversation([person], shared_context="Well?")
+    assert conversation.step("me").content == "WELL?" and asked == [threading.main_thread()]

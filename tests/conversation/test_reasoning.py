@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interlens import Conversation
+from interlens import Conversation, Message
 from interlens.interp.select import Layout, Select, TokenSequence
+from interlens.message import Fed
 from interlens.reasoning import Markers, PhaseTracker, find_markers, phases_of, split_reply
 from interlens.views import template_of
 
@@ -136,3 +137,31 @@ def test_thinking_flags_reach_the_template():
     assert template_of(family("r1")).reply_markers(None).opened is True
     with pytest.raises(ValueError, match="thinking is 'auto'"):
         speaker("x", tokenizer, thinking="yes")
+
+
+@pytest.mark.parametrize("visibility", ["strip", "self_retain"])
+@pytest.mark.parametrize("case", CASES)
+def test_turns_read_back_from_stored_tokens_are_fed_as_before(case, visibility):
+    """A reader that knows content, tokens, phases and the template's hash builds the prompts that would have been."""
+    name, answer, _, _ = CASES[case]
+    conversation, _ = talk(name, answer, visibility)
+    there = conversation.branch()
+    there.transcript[:] = [
+        Message(m.author, m.content, m.metadata, fed=m.fed and Fed(generated=m.fed.generated, phases=m.fed.phases,
+                                                                   template_hash=m.fed.template_hash))
+        for m in conversation.transcript
+    ]  # fmt: skip
+    for who in ("alice", "bob"):
+        ours, theirs = (
+            c.render_templated(who, add_generation_prompt=True, tokenize=True) for c in (conversation, there)
+        )
+        assert ours == theirs
+
+
+def test_another_template_renders_the_text():
+    conversation, _ = talk("qwen3", "<think>\nplan it\n</think>\n\nSoup.")
+    there = Conversation(
+        [speaker("alice", family("llama3")), speaker("bob", family("llama3"))], conversation.transcript.copy()
+    )
+    text = there.render_templated("alice")
+    assert text.count("assistant<|end_header_id|>\n\nSoup.<|eot_id|>") == 2 and "plan it" not in text

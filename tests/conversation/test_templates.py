@@ -1,9 +1,11 @@
 """Every family of chat template × speakers × system × tools × reasoning: what is fed is what was said."""
 
-import itertools
 import re
+from itertools import pairwise
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from interlens import Conversation, Message
 from interlens.views import TemplateError, message_token_spans, template_of
@@ -107,7 +109,7 @@ def test_matrix(name, speakers, system, tools, reasoning, smol):
         for i, (start, stop) in layout.message_spans.items():
             assert tokenizer.decode(list(ids[start:stop])).strip() == said[i].content.strip()
         covered = sorted([*layout.special_spans, *layout.message_spans.values()])
-        assert all(a[1] <= b[0] for a, b in itertools.pairwise(covered))
+        assert all(a[1] <= b[0] for a, b in pairwise(covered))
         # the family's own markers give the same turns back
         if name != "smol":
             turns = parsed(name, text)
@@ -143,9 +145,30 @@ def test_text_alone_is_what_the_template_itself_gives(name, smol):
     spans = message_token_spans(tokenizer, dicts)
     whole = tokenizer.apply_chat_template(dicts, tokenize=True, return_dict=False)
     assert spans[0][0] == 0 and spans[-1][1] == len(whole)
-    assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+    assert all(a[1] == b[0] for a, b in pairwise(spans))
     for (start, stop), (_, content) in zip(spans, chat, strict=True):
         assert content in tokenizer.decode(whole[start:stop])
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    said=st.lists(
+        st.text(st.characters(codec="utf-8", exclude_characters="<>[]|"), max_size=20), min_size=1, max_size=5
+    )
+)
+@pytest.mark.parametrize("name", [*FAMILIES, "smol"])
+def test_any_text_is_what_the_template_itself_gives(name, smol, said):
+    tokenizer = smol if name == "smol" else family(name)
+    dicts = [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(said)]
+    view = View(
+        pov="x", messages=tuple(ViewMessage(role=d["role"], content=d["content"], index=i) for i, d in enumerate(dicts))
+    )
+    text = tokenizer.apply_chat_template(dicts, tokenize=False, add_generation_prompt=True)
+    rendered = render(view, template_of(tokenizer))
+    assert rendered.text == text
+    assert list(rendered.ids) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    spans = message_token_spans(tokenizer, dicts)
+    assert spans[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(spans)) and all(a <= b for a, b in spans)
 
 
 def test_spans_of_a_template_that_rewrites_history():
