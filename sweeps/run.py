@@ -152,6 +152,14 @@ class Run(Records):
             table = table.filter(pc.invert(gone))
         return table
 
+    def to_ray_dataset(self, name: str = "messages", columns: Sequence[str] | None = None) -> Any:
+        """The committed files of a table as a Ray Dataset, on the Ray cluster that this process is connected to."""
+        from .executors.ray import read_parquet
+
+        if name not in TABLES:
+            raise KeyError(f"no table {name!r}{did_you_mean(name, TABLES)}")
+        return read_parquet([arrow(place(file))[0] for file in self.files(name)], arrow(self.root)[1], columns)
+
     def outcomes(self) -> pa.Table:
         """One row per finished cell with outcomes: cell, item, axes, seeds, and every analyzer value as a column."""
         table = self.table("outcomes")

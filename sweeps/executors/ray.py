@@ -335,3 +335,11 @@ def _environment() -> dict[str, str]:
 
 def _amounts(resources: dict[str, float]) -> str:
     return ", ".join(f"{value:g} {key}" for key, value in resources.items() if value) or "nothing"
+
+
+def read_parquet(files: list[str], filesystem: Any, columns: Any = None) -> Any:
+    """Parquet files as a Ray Dataset; folder names such as `model=tiny` become columns."""
+    import ray.data
+
+    found = ray.data.read_parquet(files, filesystem=filesystem)
+    return found if columns is None else found.select_columns(list(columns))

@@ -1,0 +1,63 @@
+"""The recipes of docs/data.md are run, one after the other, on a run folder."""
+
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import sweeps
+from sweeps import folder
+from sweeps.plan import expand
+from sweeps.writer import UnitWriter
+from tests.sweeps import talk
+
+PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+RECIPES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("recipes")
+    config = talk.config(tmp_path)
+    folder.enter(config, config.run.dir)
+    for unit in expand(config):
+        writer = UnitWriter(config.run.dir, unit, {"alice": "tiny", "bob": "tiny"})
+        for trunk in unit.trunks:
+            writer.add_trunk(trunk.id, [talk.said("alice", "first")])
+        for n, cell in enumerate(unit.cells):
+            records = talk.records(1, float(n))
+            for record in records:
+                record.layer = {1: 16, 3: 20}[record.layer]
+            writer.add_cell(cell, [talk.said("bob", "so", 1)], records, {"words": n}, start=1)
+        writer.commit()
+    return tmp_path / "run"
+
+
+def test_every_recipe_runs(root, capsys):
+    assert len(RECIPES) >= 6
+    shared = {"RUN": str(root)}
+    for recipe in RECIPES:
+        exec(recipe, shared)
+    shown = capsys.readouterr().out
+    assert "bob | so" in shown and "residual.16" in shown and "warm" in shown
+    assert shared["tensor"].shape == (3, 8) and shared["x"].shape == (24, 8) and sum(shared["warm"]) == 12
+
+
+@pytest.mark.slow
+def test_ray_reads_a_table(root):
+    import ray
+
+    short = tempfile.mkdtemp(prefix="ray")  # its sockets need a short path
+    ray.init(
+        num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, _temp_dir=short, log_to_driver=False
+    )  # fmt: skip
+    try:
+        run = sweeps.open(root)
+        found = run.to_ray_dataset("records", ["cell", "layer"]).to_pandas()
+        assert len(found) == 72 and set(found["layer"]) == {16, 20}
+        assert run.to_ray_dataset("messages").count() == run.table("messages").num_rows
+    finally:
+        ray.shutdown()
+        shutil.rmtree(short, ignore_errors=True)
