@@ -6,16 +6,26 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"])
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md"), ROOT / "CONTRIBUTING.md"])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_paths_lead_somewhere(page):
     text = page.read_text()
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
         assert "://" in link or (page.parent / link).exists(), f"{page.name} links to {link}"
     for path in re.findall(r"`((?:interlens|sweeps|conf|tests|docs|benchmarks|examples)/[\w./]*)`", text):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_the_index_of_examples_names_each_of_them():
+    index = (ROOT / "examples" / "README.md").read_text()
+    assert [path.name for path in (ROOT / "examples").glob("*.py") if f"({path.name})" not in index] == []
+
+
+def test_every_page_of_docs_is_linked_from_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    assert [path.name for path in (ROOT / "docs").glob("*.md") if f"(docs/{path.name})" not in readme] == []
 
 
 def test_design_names_only_what_is_there():
