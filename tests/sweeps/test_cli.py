@@ -113,3 +113,14 @@ def test_hydras_flags_work_in_a_process_of_its_own():
     assert job.returncode == 0 and "items: topics.jsonl" in job.stdout
     assert sweeps("run", "--no-such-flag").returncode == 1
     assert sweeps("--help").stdout.startswith("sweeps <command>") and files() == []
+
+
+def test_the_exit_code_of_several_jobs(tmp_path, monkeypatch):
+    (tmp_path / "odd.py").write_text("def fine(c):\n    return {}\ndef bad(c):\n    raise RuntimeError('no')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["run", "-m", *SCRIPTED, "scenario.analyzers=['odd:fine'],['odd:bad']"]) == 3
+    assert main(["run", "-m", *SCRIPTED, "scenario.branch.turns=0,1", "scenario.analyzers=['odd:bad']"]) == 1
+    assert len(list(Path("runs").iterdir())) == 3, "the impossible job left nothing, the others have their folders"
+    seen = []
+    monkeypatch.setattr("sweeps.cli.run_composed", lambda composed: seen.append(composed) or 4)
+    assert main(["run", "-m", *SCRIPTED, "scenario.seed=1,2,3"]) == 4 and len(seen) == 1, "a stop starts no further job"
