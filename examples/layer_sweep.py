@@ -12,7 +12,7 @@ import argparse
 import matplotlib
 import torch
 
-from interlens.interp import CaptureSpec, SteeringSpec, capture_activations
+from interlens.interp import CaptureSpec, Select, SteeringSpec, capture_activations
 from interlens.loading import load
 from interlens.probes import evaluate
 
@@ -33,6 +33,7 @@ MOODS = {
     1: ("{} was wonderful and I loved it", "I am so happy with {}"),
     0: ("{} was awful and I hated it", "I am so sad about {}"),
 }
+WORDS_ONLY = Select.all() - Select.positions(0)  # the first token is an attention sink, with a norm of its own
 PROMPT, WORDS = "When I think about the weather today, I feel", (" happy", " sad")
 
 
@@ -46,7 +47,7 @@ def main() -> None:
         for label, patterns in MOODS.items():
             for pattern in patterns:
                 ids = tokenizer(pattern.format(thing).capitalize(), return_tensors="pt").input_ids
-                captured = capture_activations(model, ids, CaptureSpec(pool="mean"))
+                captured = capture_activations(model, ids, CaptureSpec(tokens=WORDS_ONLY, pool="mean"))
                 rows.append(torch.stack([c.tensor[0] for c in captured]))
                 labels.append(label)
                 groups.append(thing)  # a test sentence is about a thing that no fit has seen
@@ -64,7 +65,7 @@ def main() -> None:
         x = states[:, layer]
         reading.append(evaluate(x.numpy(), y.numpy(), groups, draws=200, permutations=5))
         spread = float(x.norm(dim=-1).mean())
-        spec = SteeringSpec.difference_of_means(x[y == 1], x[y == 0], layer, coef=0.3 * spread)
+        spec = SteeringSpec.difference_of_means(x[y == 1], x[y == 0], layer, coef=0.1 * spread)
         with spec.register(model):
             writing.append(log_odds() - plain)
     draw(reading, writing, out)
@@ -78,7 +79,7 @@ def draw(reading, writing, out: str) -> None:
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
     above.plot(layers, [e.auroc.value for e in reading], label="difference of means")
     above.fill_between(layers, [e.auroc.low for e in reading], [e.auroc.high for e in reading], alpha=0.2)
-    above.axhline(0.5, color="grey", linestyle=":", label="chance")
+    above.plot(layers, [e.shuffled["mean"] for e in reading], linestyle="--", color="grey", label="shuffled labels")
     above.set(ylabel="AUROC, unseen things", ylim=(0, 1.05))
     above.legend()
     below.bar(layers, writing)
