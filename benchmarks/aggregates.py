@@ -133,8 +133,8 @@ def fits(run: sweeps.run.Run) -> None:
             made = built(name, contrast=CONTRAST, permutations=0, draws=200, max_rows=rows)
             data = next(made.places(run))
             seconds, found = timed(lambda m=made, d=data: m.evaluation(d))
-            used = found["evaluation"]["rows"]
-            print(f"{name:22} 5-fold evaluation of {used} of {len(data.y)} rows: {seconds:6.2f} CPU s")
+            used = found["evaluation"]
+            print(f"{name:22} 5-fold evaluation of {used['rows']} of {used['rows_stored']} rows: {seconds:6.2f} CPU s")
 
 
 def timed(action) -> tuple[float, object]:

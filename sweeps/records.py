@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,17 +79,20 @@ class Records(ABC):
         return cache
 
     def vectors(self, *, site: str = "residual", layer: int | None = None, participant: str | None = None,
-                pool: str = "mean", where: Any = None) -> tuple[np.ndarray, pa.Table]:  # fmt: skip
+                pool: str = "mean", where: Any = None,
+                choose: Callable[[pa.Table], np.ndarray] | None = None) -> tuple[np.ndarray, pa.Table]:  # fmt: skip
         """Pooled records as one array [N, D] float32, and the table of their N rows.
 
         The table has the index columns and the cell's item, axes and seeds; a trunk's own records have cell null.
-        `where`: a pyarrow expression over the index columns.
+        `where`: a pyarrow expression over the index columns. `choose`: the numbers of the rows that are wanted, given
+        the whole table; no other row's tensor is read.
         """
         filters: dict[str, Any] = {"site": site, "pool": pool}
         filters |= {k: v for k, v in (("layer", layer), ("participant", participant)) if v is not None}
-        table = self._index(where, filters)
-        found = self._gather(table)
-        return found, self.joined(table)
+        table = self.joined(self._index(where, filters))
+        if choose is not None:
+            table = table.take(pa.array(choose(table), pa.int64()))
+        return self._gather(table), table
 
     def _gather(self, table: pa.Table) -> np.ndarray:
         """The first row of every record of an index table, as float32 [N, D]. One copy, file by file."""

@@ -9,7 +9,7 @@ from interlens.probes import cosine_map, evaluate, fit
 
 from .columns import check_known, read_labels
 from .expressions import parse, parse_contrast
-from .places import Labelled, labelled_places, places, tensor_names
+from .places import Labelled, Question, labelled_places, places, tensor_names
 
 CONTROLS = ("shuffled", "random")
 FINER_THAN_TRUNK = ("cell", "branch_seed", "message_idx")
@@ -19,7 +19,7 @@ class ContrastFit:
     """A contrast over stored vectors. `split` is what a held-out split never cuts; `where` keeps some rows only.
 
     `labels`: a CSV or Parquet file joined by `cell` (and `message_idx`), whose columns are `label.<column>`.
-    `max_rows`: above it a seeded sample of rows is evaluated, and the result says so.
+    `max_rows`: above it a keyed sample of rows is read and evaluated, and the result says so.
     """
 
     kind = ""
@@ -78,26 +78,20 @@ class ContrastFit:
 
     def places(self, run: Any) -> Iterator[Labelled]:
         """The labelled vectors of every place this aggregate reads, one after the other."""
-        return labelled_places(
-            run,
-            self.contrast,
-            pool=self.pool,
-            participant=self.participant,
-            split=self.split,
-            where=self.where,
-            labels=self.labels,
+        question = Question(
+            contrast=self.contrast, split=self.split, where=self.where, labels=self.labels, max_rows=self.max_rows
         )
+        return labelled_places(run, question, pool=self.pool, participant=self.participant)
 
     def evaluation(self, data: Labelled | None, **options: Any) -> dict[str, Any]:
         """`evaluation` of one place on held-out groups, or None and `why` there is none."""
         if data is None or not len(data.y):
             return {"evaluation": None, "why": "no stored vectors of either side"}
-        rows = data.sample(self.max_rows)
         try:
             found = evaluate(
-                data.x[rows],
-                data.y[rows],
-                [data.groups[i] for i in rows],
+                data.x,
+                data.y,
+                data.groups,
                 method=self.method,
                 folds=self.folds,
                 draws=self.draws,
@@ -107,7 +101,7 @@ class ContrastFit:
             )
         except ValueError as error:
             return {"evaluation": None, "why": str(error)}
-        counted = {"rows": len(rows), "rows_stored": len(data.y), "excluded": data.num_excluded}
+        counted = {"rows": len(data.y), "rows_stored": data.num_stored, "excluded": data.num_excluded}
         return {"evaluation": {**found.summary(), **counted}}
 
 
@@ -123,7 +117,7 @@ class ProbeFit(ContrastFit):
     """A Fit of one probe per place. Result: `directions` as `difference_of_means` has them, and their tensors."""
 
     def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Fit on all rows (or a keyed sample of `max_rows`), evaluate on held-out groups."""
+        """Fit on all rows (or the keyed sample of `max_rows`), evaluate on held-out groups."""
         names = tensor_names(places(run, pool=self.pool, participant=self.participant))
         entries, tensors = [], {}
         for data in self.places(run):
@@ -136,9 +130,8 @@ class ProbeFit(ContrastFit):
                 "non_finite": data.non_finite,
                 "norm": None,
             }
-            rows = data.sample(self.max_rows)
             try:
-                probe = fit(self.method, data.x[rows], data.y[rows], [data.groups[i] for i in rows])
+                probe = fit(self.method, data.x, data.y, data.groups)
             except ValueError as error:
                 entries.append({**entry, "evaluation": None, "why": str(error)})
                 continue

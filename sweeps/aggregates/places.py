@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,62 +77,74 @@ class Labelled:
     """Vectors that `where` left out."""
     non_finite: int
     """Vectors of either side with a NaN or an infinity, left out."""
+    num_stored: int
+    """Vectors on either side in the run; more than rows here where the budget was smaller."""
     table: Any
     """The index rows of `x` (pyarrow)."""
 
-    def sample(self, max_rows: int, seed: int = 0) -> np.ndarray:
-        """Row indices: all, or a seeded sample of `max_rows`, in order."""
-        if len(self.y) <= max_rows:
-            return np.arange(len(self.y))
-        return np.sort(np.random.default_rng(seed).choice(len(self.y), max_rows, replace=False))
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked of the stored vectors: sides of a contrast, groups, and how many rows at most."""
+
+    contrast: Contrast
+    split: str = "item"
+    where: Expression | None = None
+    labels: str | None = None
+    max_rows: int | None = None
+    """Above it, the rows with the smallest hash of their cell and message: the same ones however the run grew."""
 
 
-def labelled_places(
-    run: Any,
-    contrast: Contrast,
-    *,
-    pool: str | None,
-    participant: str | None,
-    split: str,
-    where: Expression | None = None,
-    labels: str | None = None,
-) -> Iterator[Labelled]:
-    """The labelled vectors of each place, one place in memory at a time as far as the caller lets go of them.
-
-    Trunk records, which belong to no cell, are left out.
-    """
+def labelled_places(run: Any, question: Question, *, pool: str | None, participant: str | None) -> Iterator[Labelled]:
+    """The labelled vectors of each place, one place in memory at a time as far as the caller lets go of them."""
     for place in places(run, pool=pool, participant=participant):
-        yield labelled(run, place, contrast, split=split, where=where, labels=labels)
+        yield labelled(run, place, question)
 
 
-def labelled(
-    run: Any,
-    place: Place,
-    contrast: Contrast,
-    *,
-    split: str,
-    where: Expression | None = None,
-    labels: str | None = None,
-) -> Labelled:
-    """The labelled vectors of one place."""
-    x, table = run.vectors(site=place.site, layer=place.layer, participant=place.participant, pool=place.pool)
-    names = {"cell", split, *contrast.names, *(where.names if where else ())}
-    values = columns(run, table, names, labels)
-    wanted = np.array(
-        evaluated(values, lambda row: row["cell"] is not None and (where is None or where(row))), dtype=bool
+def labelled(run: Any, place: Place, question: Question) -> Labelled:
+    """The labelled vectors of one place. Trunk records, which belong to no cell, are left out; no other row is read."""
+    found: dict[str, Any] = {}
+
+    def choose(table: Any) -> np.ndarray:
+        contrast, where = question.contrast, question.where
+        names = {"cell", question.split, *contrast.names, *(where.names if where else ())}
+        values = columns(run, table, names, question.labels)
+        of_cells = np.asarray(table.column("cell").is_valid())
+        wanted = of_cells
+        if where is not None:
+            wanted = of_cells & np.array(evaluated(values.select(sorted(where.names)), where), dtype=bool)
+        sides = evaluated(values.select(sorted(contrast.names)), contrast.side).astype(str)
+        on_side = wanted & np.isin(sides, ("pos", "neg"))
+        kept = np.flatnonzero(on_side)
+        found.update(neither=int((wanted & ~on_side).sum()), excluded=int((of_cells & ~wanted).sum()), stored=len(kept))
+        if question.max_rows is not None and len(kept) > question.max_rows:
+            kept = kept[keyed_sample(table.take(kept), question.max_rows)]
+        found.update(y=sides[kept] == "pos", groups=values.column(question.split).take(kept).to_pylist())
+        return kept
+
+    x, table = run.vectors(
+        site=place.site, layer=place.layer, participant=place.participant, pool=place.pool, choose=choose
     )
-    excluded = int(table.num_rows - table.column("cell").null_count - wanted.sum())
-    sides = evaluated(values.select(sorted(contrast.names)), contrast.side)
-    on_side = wanted & np.isin(sides.astype(str), ("pos", "neg"))
-    finite = np.isfinite(x).all(axis=1) if len(x) else np.zeros(0, dtype=bool)
-    kept = np.flatnonzero(on_side & finite)
+    finite = np.flatnonzero(np.isfinite(x).all(axis=1)) if len(x) else np.zeros(0, dtype=np.int64)
     return Labelled(
         place=place,
-        x=np.asarray(x)[kept],
-        y=sides[kept] == "pos",
-        groups=values.column(split).take(kept).to_pylist(),
-        num_neither=int((wanted & ~on_side).sum()),
-        num_excluded=excluded,
-        non_finite=int((on_side & ~finite).sum()),
-        table=table.take(kept),
+        x=x if len(finite) == len(x) else x[finite],
+        y=found["y"][finite],
+        groups=[found["groups"][i] for i in finite],
+        num_neither=found["neither"],
+        num_excluded=found["excluded"],
+        non_finite=len(x) - len(finite),
+        num_stored=found["stored"],
+        table=table.take(finite),
     )
+
+
+def keyed_sample(table: Any, count: int) -> np.ndarray:
+    """`count` row numbers, in order: those with the smallest hash of cell and message."""
+    rows = zip(table.column("cell").to_pylist(), table.column("message_idx").to_pylist(), strict=True)
+    keys = np.array([_hash(f"{cell}/{message}") for cell, message in rows], dtype=np.uint64)
+    return np.sort(np.argpartition(keys, count - 1)[:count])
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -121,11 +121,15 @@ class StoredRun:
             yield {"trunk": cell.trunk, "cell": cell.id, "message_idx": 2, "author": "bob", "content": text,
                    "finish_reason": "stop"}  # fmt: skip
 
-    def vectors(self, *, site="residual", layer=None, participant=None, pool="mean", where=None):
+    def vectors(self, *, site="residual", layer=None, participant=None, pool="mean", where=None, choose=None):
         wanted = {"site": site, "layer": layer, "participant": participant, "pool": pool}
         rows = [row for row in self._records() if wanted.items() <= row.items()]
         tensors = torch.cat([row.pop("tensor") for row in rows]).numpy()
-        return tensors, pa.Table.from_pylist(rows)
+        table = pa.Table.from_pylist(rows)
+        if choose is not None:
+            kept = choose(table)
+            tensors, table = tensors[kept], table.take(pa.array(kept, pa.int64()))
+        return tensors, table
 
     def sums(self, name):
         if name in self.states or not self.results:

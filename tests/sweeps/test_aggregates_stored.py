@@ -195,6 +195,18 @@ def test_probes_find_the_planted_direction_and_agree_with_each_other(run):
     assert similar["values"][1][3] > 0.8 and similar["random_mean_abs"] == pytest.approx(0.28, abs=0.01)
 
 
+def test_a_row_budget_takes_a_sample_keyed_by_cell_and_says_so(run):
+    made = named(run, "lda")
+    made.max_rows = 10
+    few, whole = next(made.places(run)), next(named(run, "lda").places(run))
+    assert (len(few.y), few.num_stored, len(whole.y), whole.num_stored) == (10, 24, 24, 24)
+    order = whole.table.column("cell").to_pylist()
+    at = [order.index(cell) for cell in few.table.column("cell").to_pylist()]
+    assert at == sorted(at) and np.array_equal(few.x, whole.x[at]) and np.array_equal(few.y, whole.y[at])
+    evaluation = made.fit(run)["directions"][0]["evaluation"]
+    assert (evaluation["rows"], evaluation["rows_stored"]) == (10, 24)
+
+
 def test_leaks_are_warned_of(run):
     data = next(named(run, "directions").places(run))
     assert leaks(data, "item") == []
