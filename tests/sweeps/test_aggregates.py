@@ -241,7 +241,7 @@ def test_moments_equal_numpy_and_count_what_they_leave_out():
     rows = np.stack([r.records[0].tensor[0].double().numpy() for r in RESULTS])
     kept = rows[np.linalg.norm(rows, axis=1) <= 12.0]
     made = build([ENTRIES["covariances"]])[0]
-    entry = (found := made.finish(fold(made, RESULTS)))["moments"][1]
+    entry = (found := made.finish(fold(made, RESULTS)))["moments"][0]
     assert entry["layer"] == 8 and entry["removed"] == 80 - len(kept) > 0 and entry["removed_mean_norm"] > 12
     assert np.allclose(found["arrays"][f"{entry['key']}.covariance"], np.cov(kept.T), atol=1e-12)
 
