@@ -38,7 +38,7 @@ class Conversation:
     prompts and private context, may be a `dataset_field`, a callable of the row, or a tuple of texts and these.
     reasoning_visibility: "strip", "self_retain" or "shared". seed: of all noise whose participant has none of its own.
 
-    `key` and `turns_taken` are part of the noise too (see `rollout`); `row` is the data row; `stop_reason` says why the
+    `key` and `turns_taken` are part of the noise too (see `scheduler`); `row` is the data row; `stop_reason` says why the
     last `run` ended; `branch_start` is the index of the first message after the trunk, or None.
     """
 
@@ -126,7 +126,7 @@ class Conversation:
 
     # -- taking turns -------------------------------------------------------------------------------------------------
     def turn(self, speaker: Speaker, *, commit: bool = True, extra: Sequence[Message] = (), **options: Any):
-        """The next turn as a generator of Work that returns a `Turn`; `rollout.Scheduler` serves many of them.
+        """The next turn as a generator of Work that returns a `Turn`; `scheduler.Scheduler` serves many of them.
 
         options: fields of TurnOptions. commit=False: a sample. extra: messages seen after the transcript (samples).
         """
@@ -140,7 +140,7 @@ class Conversation:
 
         steering: replaces the participant's own, () means none. capture: its records are the message's `records`.
         """
-        from .rollout import finish
+        from .scheduler import finish
 
         steps = self.turn(
             speaker, steering=steering, capture=capture, patch=patch, return_logprobs=return_logprobs,
@@ -155,7 +155,7 @@ class Conversation:
 
         first: who begins. prompt: a moderator's message before the first turn.
         """
-        from .rollout import finish
+        from .scheduler import finish
 
         finish(self.play(turns, until, first, prompt))
         return self.transcript
@@ -192,7 +192,7 @@ class Conversation:
 
         A list of speakers gives {name: Message}, each answering on its own. options: those of `step`.
         """
-        from .rollout import drive
+        from .scheduler import drive
 
         several = isinstance(speaker, (list, tuple))
         names = [self.participant(s).name for s in (speaker if several else [speaker])]
@@ -215,9 +215,9 @@ class Conversation:
     # -- called by a turn ---------------------------------------------------------------------------------------------
     def next_call(self, commit: bool) -> tuple[int, int | None]:
         """(call number, sample number or None) of a turn that begins. Steps ignore samples: samples leave no trace."""
+        if self.shared_context is not None and self.row is None and not self.transcript:
+            self._open(demand=True)
         if commit:
-            if self.shared_context is not None and self.row is None and not self.transcript:
-                self._open(demand=True)
             return self._denied_call, None
         self._calls += 1
         return self._calls, self._calls
@@ -288,7 +288,7 @@ class Conversation:
 
         With add_generation_prompt, the context policy has its say too, as in a turn.
         """
-        from .rollout import finish
+        from .scheduler import finish
         from .turns import TurnRequest
 
         speaker, view = self.participant(pov), self.view(pov)

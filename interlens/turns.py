@@ -3,7 +3,7 @@
     Generate(participant, request)  -> receives the engine's Reply
     Ask(participant, call)          -> receives what call() returned; it runs in a thread
 
-`Conversation.turn(...)` makes such a generator; `rollout.Scheduler` serves many of them. What a call raises is thrown
+`Conversation.turn(...)` makes such a generator; `scheduler.Scheduler` serves many of them. What a call raises is thrown
 into the generator.
 """
 

@@ -14,7 +14,10 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
     [
         ("debate", ["[4] bob:", "ended after", "bob, message 2:", "told to change sides"]),
         ("panel", ["[5] doctor:", "doctor, is bread healthy?", "between us: you own a bread factory."]),
-        ("tool_user", ["called multiply({'a': 64, 'b': 23}) -> 1472", "clerk: it is 1472."]),
+        (
+            "tool_user",
+            ["called multiply({'a': 64, 'b': 23}) -> 1472", "clerk: it is 1472.", "after the last call: 1 record"],
+        ),
         ("reasoning", ["thought:", "reasoning:  ", "answer:", "tokens steered:"]),
         ("rollout_rows", ["soup:", "0 failed", "2 pooled vectors"]),
         ("api_participant", ["remote:", "cannot look into ['remote']", "requests=1", "cannot be steered"]),

@@ -1,5 +1,7 @@
 """Many conversations together are each one alone."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -150,6 +152,17 @@ def test_leaving_early_cancels():
     for _ in scheduler:
         break
     assert not conversation.participants[0].engine.live and live is not None and len(conversation.transcript) < 50
+
+
+def test_a_call_that_hangs_does_not_keep_the_process():
+    script = (
+        "import time\nfrom interlens.scheduler import Scheduler\nfrom interlens.turns import Ask\n"
+        "def job(seconds):\n    yield Ask(participant=None, call=lambda: time.sleep(seconds))\n"
+        "scheduler = Scheduler()\n"
+        "for seconds in (0, 600):\n    scheduler.add(job(seconds))\n"
+        "for outcome in scheduler:\n    break\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
 
 
 def iter_once():
