@@ -13,6 +13,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import first
@@ -21,10 +22,11 @@ import torch
 
 from interlens.engine import Engine, Request, Sampling
 from interlens.engine.sampling import NoiseKey, draw
-from interlens.interp import CaptureSpec, SteeringSpec
+from interlens.interp import CaptureSpec, Select, SteeringSpec
 from interlens.loading import load
 
 LAYERS = (8, 16, 24)
+LOGITS = CaptureSpec(sites=("logits",), tokens=Select.generated(lead=1))
 ROWS: dict[str, Callable] = {}
 
 
@@ -318,7 +320,7 @@ def moe_capture(bench: Bench) -> dict:
 
     def run(capture) -> float:
         requests = [
-            Request(tokens=tuple(prompt), sampling=Sampling(max_new_tokens=12), key=(0, i), capture=capture)
+            Request(tokens=tuple(prompt), sampling=Sampling(max_new_tokens=32), key=(0, i), capture=capture)
             for i in range(16)
         ]
         start = time.perf_counter()
@@ -342,7 +344,8 @@ def sampling_step(bench: Bench) -> dict:
         start = time.perf_counter()
         engine.step()
         steps.append(time.perf_counter() - start)
-    logits = engine.last_logits
+    captured = bench.run([replace(r, capture=(LOGITS,)) for r in bench.requests(32, 2)], reuse=False)[2]
+    logits = torch.stack([reply.records[0].tensor[1] for reply in captured])
     settings = [Sampling(temperature=0.8, top_p=0.95)] * 32
     seeds = [NoiseKey((0, i)).at(5) for i in range(32)]
     times = []
@@ -356,28 +359,21 @@ def sampling_step(bench: Bench) -> dict:
 @row
 def noise_under_rounding(bench: Bench) -> dict:
     """Tokens that stay the same between cached decode and prefill of one text: the race against an inverse CDF."""
-    replies = bench.run(bench.requests(16, 48), reuse=False)[2]
-    same_race = same_cdf = total = 0
-    requests = bench.requests(16, 48)
-    engine = Engine(bench.model, rows=16, reuse=False)
-    tickets, decoded = [engine.submit(request) for request in requests], []
-    while any(ticket.reply is None for ticket in tickets):
-        engine.step()
-        decoded.append(engine.last_logits)
-    steps = torch.stack(decoded[:48], 1)  # [row, step, vocab] of cached decode
+    requests, replies, same_race, same_cdf, total = bench.requests(16, 48), [], 0, 0, 0
+    replies = bench.run([replace(r, capture=(LOGITS,)) for r in requests], reuse=False)[2]
     settings = [requests[0].sampling] * 48
-    for i, ticket in enumerate(tickets):
-        ids = list(requests[i].tokens) + list(ticket.reply.tokens)
+    for i, (request, reply) in enumerate(zip(requests, replies, strict=True)):
+        decoded = reply.records[0].tensor[:48]
         with torch.no_grad():
-            whole = bench.model(torch.tensor([ids])).logits[0, len(requests[i].tokens) - 1 : -1]
-        seeds = [NoiseKey(requests[i].key).at(step) for step in range(48)]
-        a, b = draw(steps[i], settings, seeds).tokens, draw(whole, settings, seeds).tokens
+            whole = bench.model(torch.tensor([request.tokens + reply.tokens])).logits[0, len(request.tokens) - 1 : -1]
+        seeds = [NoiseKey(request.key).at(step) for step in range(48)]
+        a, b = draw(decoded, settings, seeds).tokens, draw(whole, settings, seeds).tokens
+        assert tuple(a) == reply.tokens
         same_race += sum(x == y for x, y in zip(a, b, strict=True))
         uniform = torch.rand(48, 1, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
-        c, d = (_inverse_cdf(logits, uniform) for logits in (steps[i], whole))
+        c, d = (_inverse_cdf(logits, uniform) for logits in (decoded, whole))
         same_cdf += int((c == d).sum())
         total += 48
-    assert len(replies) == 16
     return {"race agrees": same_race / total, "inverse CDF agrees": same_cdf / total, "tokens": total}
 
 

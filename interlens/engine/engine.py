@@ -79,8 +79,6 @@ class Engine:
         self._table = Table(self.slabs, self.memory, budget or self._forward.free_columns(), reuse)
         self._collector = Collector(Mover(self._forward.device))
         self._edit_tables = taps.Tables()
-        self.last_logits: Tensor | None = None
-        """Of the rows of the last forward that drew tokens, [rows, vocabulary]."""
         self._waiting: deque[Row] = deque()
         self._lock = threading.RLock()
 
@@ -283,7 +281,6 @@ class Engine:
         """Draw the next token of every row that wants one; a row that wants none has now been fed to its end."""
         if logits is None:
             return
-        self.last_logits = logits
         largest = logits.max(-1).values
         for i in (~torch.isfinite(largest)).nonzero()[:, 0].tolist():
             if rows[i].error is None:
