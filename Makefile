@@ -22,7 +22,7 @@ $(SETUP): pyproject.toml constraints.txt
 	  for python in python3.11 python3.12 python3.13 python3 python; do \
 	    if $$python -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then found=$$python; break; fi; \
 	  done; \
-	  if [ -z "$$found" ]; then echo "no Python 3.11, 3.12 or 3.13 on PATH (python3 is $$(python3 --version 2>&1)); install one and run make again"; exit 1; fi; \
+	  if [ -z "$$found" ]; then echo "no Python 3.11, 3.12 or 3.13 on PATH (python3: $$(python3 --version 2>/dev/null || echo none)); install one and run make again"; exit 1; fi; \
 	  echo "setting up .venv with $$($$found --version), once, about 2.5 GB:"; \
 	  $$found -m venv .venv; \
 	else echo "bringing .venv up to date:"; fi; \
@@ -35,6 +35,8 @@ $(SETUP): pyproject.toml constraints.txt
 demo: $(SETUP)
 	@$(PY) -m sweeps run experiment=enthusiasm
 	@$(PY) -m sweeps run experiment=enthusiasm_steered
+	@$(PY) -m sweeps report runs/enthusiasm
+	@$(PY) -m sweeps report runs/enthusiasm_steered
 
 lint: $(SETUP)
 	@$(PY) -m ruff check --quiet .
