@@ -17,7 +17,9 @@ import pytest
 
 from sweeps import driver, store
 from sweeps.planfile import PlanFile
+from sweeps.verify import verify
 from tests.sweeps.fakes import config, items
+from tests.sweeps.small import build_model, contents, same, settings
 
 pytestmark = pytest.mark.slow
 FAKE = "tests.sweeps.fakes:FakeReplica"
@@ -186,6 +188,29 @@ def test_random_kills_for_a_while(sweep, monkeypatch):
     assert code in (0, 3)
     held, _ = sweep.settled()
     assert len(held) >= 290 and sum(e["event"] == "lost" for e in sweep.events) >= 3
+
+
+def test_killed_at_every_step_of_a_real_unit_equals_undisturbed(sweep, cluster, tmp_path, monkeypatch):
+    model = build_model(tmp_path / "model")
+    assert driver.run(settings(model), tmp_path / "undisturbed") == 0
+    points = ("replica.in_forward=kill@5", "writer.in_file=kill", "writer.linked=kill", "writer.before_commit=kill",
+              "writer.committed=kill")  # fmt: skip
+    monkeypatch.setenv("SWEEPS_FAILPOINTS", ",".join(points))
+    nodes = {"executor": "ray", "address": cluster.address, "replicas": 2, "resources": {"slot": 1}, "rows": 8}
+    assert driver.run(settings(model, unit_cells=2, cluster=nodes), sweep.folder) == 0
+    assert len([e for e in sweep.events if e["event"] == "lost"]) == len(points)
+    assert verify(sweep.folder, deep=True).ok
+    same(contents(sweep.folder), contents(tmp_path / "undisturbed"))
+
+
+def test_a_stop_hands_the_rest_over_and_the_same_command_continues(sweep, monkeypatch):
+    monkeypatch.setenv("SWEEPS_FAKE_PAUSE_S", "0.3")
+    assert sweep(items(40), turns=1, seeds=1, unit_cells=20, max_hours=5 / 3600) == 4
+    handed = [child["id"] for commit in store.list_commits(sweep.folder) for child in commit.children]
+    assert handed and all(name.endswith(".0") for name in handed)
+    monkeypatch.setenv("SWEEPS_FAKE_PAUSE_S", "0")
+    assert sweep(items(40), turns=1, seeds=1, unit_cells=20) == 0
+    assert sweep.settled()[1] == {}
 
 
 def test_runs_of_one_process_share_loaded_replicas(cluster, tmp_path):

@@ -3,93 +3,27 @@
 from __future__ import annotations
 
 import functools
+import subprocess
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from sweeps import driver, store
 from sweeps import run as reader
-from sweeps.compose import from_plain
-from tests.conversation.tokenizers import CHATML, make
+from sweeps.verify import verify
+from tests.sweeps.small import Switch, build_model, contents, same, settings
 from tests.tiny import tiny
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = make(CHATML, eos="<|im_end|>", special=("<|im_start|>",))
-    tiny("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def settings(model, *, num_items=3, unit_cells=4, seeds=2, executor="inline", **changes):
-    plain = {
-        "experiment": "tiny",
-        "scenario": {
-            "items": [{"id": f"i{n}", "topic": f"topic {n}"} for n in range(num_items)],
-            "participants": {
-                "alice": {"model": "tiny", "max_new_tokens": 5}, "bob": {"model": "tiny", "max_new_tokens": 6},
-            },
-            "opening": "Let's talk about {topic}.",
-            "trunk": {"turns": 2, "seeds": 1},
-            "branch": {"turns": 2, "seeds": seeds},
-            "analyzers": ["tests.sweeps.test_replica:analyze"],
-        },
-        "models": {"tiny": {"source": str(model), "dtype": "float32"}},
-        "grid": {"framing": {"warm": "Be warm.", "cold": "Be cold."}},
-        "intervention": [{"participants": ["bob"], "direction": "random:1", "layers": [1], "coef": 2.0}],
-        "capture": [{"participants": ["bob"], "layers": [0, 2], "tokens": "answer", "pool": "mean"},
-                    {"participants": ["bob"], "layers": [1], "tokens": "answer"}],
-        "aggregate": {"outcomes": {}},
-        "plan": {"unit_cells": unit_cells},
-        "cluster": {"executor": executor, "replicas": 1, "rows": 8},
-        "run": {"progress": "none", "interval_s": 0.2},
-    }  # fmt: skip
-    for path, value in changes.items():
-        section, _, key = path.partition("__")
-        plain[section] = {**plain[section], key: value} if key else value
-    return from_plain(plain)
-
-
-class Switch:
-    """What `analyze` does next: raise for an item."""
-
-    fail_item: str | None = None
-
-
-def analyze(conversation):
-    if conversation.row["id"] == Switch.fail_item:
-        raise ValueError("this item cannot be analysed")
-    return {"words": float(sum(len(m.content.split()) for m in conversation.transcript))}
+    return build_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)
 def switched_off():
     yield
     Switch.fail_item = None
-
-
-def contents(folder):
-    """Cell -> its whole conversation with tokens, and every record's address and values."""
-    run = reader.open(folder)
-    cells = [row["cell"] for row in run.cells.to_pylist() if row["state"] == "done"]
-    talk = {
-        cell: [(m.author, m.content, m.fed.generated if m.fed else None) for m in run.messages(cell)] for cell in cells
-    }
-    values = {}
-    for cell in cells:
-        for r in run.query(cell=cell):
-            values[cell, r.participant, r.message_idx, r.layer, r.site, r.pool] = r.tensor.float().numpy()
-    return talk, values
-
-
-def same(a, b):
-    (talk_a, values_a), (talk_b, values_b) = a, b
-    assert talk_a == talk_b and values_a.keys() == values_b.keys()
-    for key, value in values_a.items():
-        np.testing.assert_allclose(value, values_b[key], atol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -216,3 +150,24 @@ def test_casts_share_trunks_and_each_has_its_replica(model, undisturbed, tmp_pat
         "tiny",
         "other",
     }
+
+
+def test_a_disk_that_fills_stops_the_run_and_loses_nothing(model, tmp_path, monkeypatch, capsys):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("cannot mount a file system here")
+    try:
+        monkeypatch.setattr(driver, "MIN_FREE_BYTES", 0)
+        wanted = settings(model, num_items=6, run={"progress": "none", "interval_s": 0.2, "force": True})
+        assert driver.run(wanted, disk / "run") == 4
+        assert "disk is full" in capsys.readouterr().err
+        kept = contents(disk / "run")
+        subprocess.run(["mount", "-o", "remount,size=16m", str(disk)], check=True)
+        assert driver.run(wanted, disk / "run") == 0
+        talk, values = contents(disk / "run")
+        assert len(talk) == 24 and len(kept[0]) < 24
+        same(kept, ({c: talk[c] for c in kept[0]}, {k: values[k] for k in kept[1]}))
+        assert verify(disk / "run", deep=True).ok
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
