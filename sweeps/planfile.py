@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from . import store, tables
@@ -116,33 +117,44 @@ class PlanFile:
             names = pq.read_schema(where, filesystem=fs).names
             wanted = None if columns is None else [c for c in columns if c in names]
             table = pq.read_table(where, columns=wanted, filesystem=fs)
-            found.append(table.filter(pa.compute.is_valid(table["cell"])) if "cell" in table.column_names else table)
+            found.append(table.filter(pc.is_valid(table["cell"])) if "cell" in table.column_names else table)
         return pa.concat_tables(found, promote_options="permissive")
 
     @property
     def num_cells(self) -> int:
         """Of all parts."""
-        return self.table(["cell"]).num_rows
+        return sum(info.num_cells for info in self.infos())
 
     def infos(self) -> Iterator[UnitInfo]:
-        """The units in plan order."""
+        """The units in plan order, read one row group at a time."""
         foreign = self._foreign()
-        for part, (names, starts) in enumerate(self._index):
-            rows = self._columns(part)
-            common = rows["shared"] & (np.isin(rows["trunk"], foreign) if len(foreign) else False)
-            for i, name in enumerate(names):
-                first, last = starts[i], starts[i + 1]
-                outside = rows["trunk"][first:last][~rows["owned"][first:last] & rows["shared"][first:last]]
-                yield UnitInfo(
-                    id=str(name), num_cells=int(rows["is_cell"][first:last].sum()), cast=str(rows["cast"][first]),
-                    outside=tuple(dict.fromkeys(map(str, outside))),
-                    shared=tuple(dict.fromkeys(map(str, rows["trunk"][first:last][common[first:last]]))),
-                )  # fmt: skip
+        for part in range(len(self.parts)):
+            info: UnitInfo | None = None
+            for table in self._heads(part):
+                for piece in _pieces(table, foreign):
+                    if info is not None and info.id != piece.id:
+                        yield info
+                        info = None
+                    info = piece if info is None else _joined(info, piece)
+            if info is not None:
+                yield info
 
-    def _foreign(self) -> np.ndarray:
+    def _foreign(self) -> pa.Array:
         """Trunks that some unit needs and does not own."""
-        found = [rows["trunk"][~rows["owned"] & rows["shared"]] for rows in map(self._columns, range(len(self.parts)))]
-        return np.unique(np.concatenate(found).astype(str)).astype(object)
+        found = [
+            table["trunk"].filter(pc.invert(table["owned"])).unique()
+            for part in range(len(self.parts))
+            if self._has_trunks(part)
+            for table in self._heads(part)
+        ]
+        return pa.concat_arrays(found).unique() if found else pa.array([], pa.string())
+
+    def _heads(self, part: int) -> Iterator[pa.Table]:
+        """What `infos` looks at, row group by row group."""
+        where, fs = arrow(self.parts[part])
+        with pq.ParquetFile(where, filesystem=fs) as file:
+            for group in range(file.num_row_groups):
+                yield file.read_row_group(group, columns=["unit", "cell", "trunk", "cast", "owned"])
 
     def units(self) -> Iterator[Unit]:
         """Every unit whole, in plan order, streamed."""
@@ -189,14 +201,17 @@ class PlanFile:
         found = []
         for path in self.parts:
             where, fs = arrow(path)
-            column = pq.read_table(where, columns=["unit"], filesystem=fs)["unit"]
-            units = column.combine_chunks().dictionary_encode()
-            if isinstance(units, pa.ChunkedArray):
-                units = units.combine_chunks()
-            codes = units.indices.to_numpy()
-            starts = np.flatnonzero(np.diff(codes, prepend=-1))
-            names = units.dictionary.take(pa.array(codes[starts])).to_numpy(zero_copy_only=False)
-            found.append((names, np.append(starts, len(codes))))
+            names, starts, at = [], [], 0
+            with pq.ParquetFile(where, filesystem=fs) as file:
+                for group in range(file.num_row_groups):
+                    units = file.read_row_group(group, columns=["unit"])["unit"].combine_chunks().dictionary_encode()
+                    first = np.flatnonzero(np.diff(units.indices.to_numpy(), prepend=-1))
+                    for start, name in zip(first, units.take(pa.array(first)).to_pylist(), strict=True):
+                        if not names or names[-1] != name:
+                            names.append(name)
+                            starts.append(at + int(start))
+                    at += len(units)
+            found.append((np.array(names, object), np.array([*starts, at])))
         return found
 
     @functools.cached_property
@@ -213,15 +228,6 @@ class PlanFile:
         return config["scenario"]["trunk"]["turns"] > 0 or any(
             axis["path"].startswith(("trunk.", "scenario.trunk.")) for axis in config["grid"]
         )
-
-    def _columns(self, part: int) -> dict[str, np.ndarray]:
-        where, fs = arrow(self.parts[part])
-        table = pq.read_table(where, columns=["cell", "trunk", "cast", "owned"], filesystem=fs)
-        shared = np.full(table.num_rows, self._has_trunks(part))
-        return {
-            "trunk": table["trunk"].to_numpy(), "cast": table["cast"].to_numpy(), "shared": shared,
-            "owned": table["owned"].to_numpy(), "is_cell": table["cell"].is_valid().to_numpy(),
-        }  # fmt: skip
 
     def _slice(self, part: int, first: int, last: int) -> pa.Table:
         groups = range(first // ROWS, (last - 1) // ROWS + 1)
@@ -241,3 +247,28 @@ class PlanFile:
     def _group(self, part: int, group: int) -> pa.Table:
         where, fs = arrow(self.parts[part])
         return pq.ParquetFile(where, filesystem=fs).read_row_group(group)
+
+
+def _pieces(table: pa.Table, foreign: pa.Array) -> Iterator[UnitInfo]:
+    """The units of a row group, as far as they stand in it. `foreign`: trunks that some unit needs and does not own."""
+    codes = table["unit"].combine_chunks().dictionary_encode().indices.to_numpy()
+    starts = np.flatnonzero(np.diff(codes, prepend=-1))
+    is_cell = table["cell"].is_valid().to_numpy()
+    common = pc.is_in(table["trunk"], value_set=foreign).to_numpy() if len(foreign) else np.zeros(len(codes), bool)
+    for first, last in zip(starts, [*starts[1:], len(codes)], strict=True):
+        where = np.flatnonzero(common[first:last]) + first
+        trunks, owned = (table[name].take(pa.array(where)).to_pylist() for name in ("trunk", "owned"))
+        yield UnitInfo(
+            id=table["unit"][first].as_py(), num_cells=int(is_cell[first:last].sum()),
+            cast=table["cast"][first].as_py(),
+            outside=tuple(dict.fromkeys(trunk for trunk, mine in zip(trunks, owned, strict=True) if not mine)),
+            shared=tuple(dict.fromkeys(trunks)),
+        )  # fmt: skip
+
+
+def _joined(a: UnitInfo, b: UnitInfo) -> UnitInfo:
+    """One unit whose rows stand in two row groups."""
+    return UnitInfo(
+        id=a.id, num_cells=a.num_cells + b.num_cells, cast=a.cast,
+        outside=tuple(dict.fromkeys((*a.outside, *b.outside))), shared=tuple(dict.fromkeys((*a.shared, *b.shared))),
+    )  # fmt: skip
