@@ -89,6 +89,9 @@ class Outcomes(MomentsSum):
         plan = ["cell", "item", "trunk", "trunk_seed", "branch_seed", axis.path, *others]
         cells = {row["cell"]: row for row in run.cells.select(plan).to_pylist()}
         baseline = self._baseline(axis.labels)
+        names = {str(label): label for label in axis.labels}  # an axis of mixed labels is stored as text
+        for row in cells.values():
+            row[axis.path] = names.get(str(row[axis.path]), row[axis.path])
 
         def response(values: Mapping[str, float]) -> dict[str, Any]:
             return self._response(axis.labels, baseline, _paired(axis.path, others, cells, values))

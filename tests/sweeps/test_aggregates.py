@@ -169,6 +169,15 @@ def test_a_missing_cell_leaves_its_pair_out_and_no_more():
     assert levels[1]["pairs"] == 39
 
 
+def test_an_axis_of_mixed_labels_is_stored_as_text_and_compared_by_its_labels():
+    cells, _ = results(axis="layer_of", labels=("none", 3), items=4)
+    for result in cells:
+        result.cell.condition["layer_of"] = str(result.cell.condition["layer_of"])
+    found = build([ENTRIES["outcomes"]])[0].fit(StoredRun(cells, axis="layer_of", labels=("none", 3)))
+    assert [level["count"] for level in found["responses"][0]["levels"]] == [16, 16]
+    assert found["responses"][0]["levels"][1]["pairs"] == 16
+
+
 def test_named_axes_are_compared_with_their_first_level():
     found = build([ENTRIES["outcomes"]])[0].fit(StoredRun(RESULTS))
     assert found["baseline"] == "warm"
