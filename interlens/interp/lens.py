@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -16,16 +15,14 @@ from .sites import Locator
 
 @dataclass
 class _Decoded(ModelOutput):
-    """What a text decoder returns, whatever its family looks for in it."""
+    """What a text decoder returns: the hidden states, and None for whatever else a family looks for in it."""
 
     last_hidden_state: Tensor | None = None
-    past_key_values: Any = None
-    cache: Any = None
-    hidden_states: Any = None
-    attentions: Any = None
-    cross_attentions: Any = None
-    router_logits: Any = None
-    image_hidden_states: Any = None
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return None
 
 
 def final_norm(model: nn.Module, hidden: Float[Tensor, "*token width"]) -> Float[Tensor, "*token width"]:
