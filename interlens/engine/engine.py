@@ -364,24 +364,25 @@ class Engine:
         self._waiting.extendleft(reversed(removed))
 
     def _shrink(self, error: BaseException, waiting: Sequence[Row] = ()) -> None:
-        """Out of memory: free what is parked, halve the rows, remember the smaller size, say so.
+        """Out of memory: free what is parked and spare, halve the rows, remember the smaller size, say so.
 
         waiting: rows for which there was no place.
         """
         table = self._table
         self.counters["out_of_memory"] += 1
         had = max(1, table.end + len(waiting))
+        spare = self.slabs.num_rows > 1 or len(self.memory) > 0
+        rows = [*table.live, *table.prefilling, *waiting]
         self.memory.forget()
-        if had == 1:
-            rows = [*table.live, *table.prefilling, *waiting]
-            self._requeue(0)
+        # Whatever was half done (a capture, a draw) is done again: all rows start over, and no slab has to be copied.
+        self._requeue(0)
+        if self._forward.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if had == 1 and not spare:
             for row in rows:
                 self._waiting.remove(row)
                 self._fail(row, MemoryError(f"out of memory with a single row of {len(row.sequence)} tokens: {error}"))
                 self._answer(row)
             return
         self.rows = max(1, had // 2)
-        self._requeue(min(self.rows, len(table.live)))
-        if self._forward.device.type == "cuda":
-            torch.cuda.empty_cache()
         self.reports.append(f"out of memory at {had} rows: going on with {self.rows}")

@@ -163,6 +163,8 @@ class Table:
         for row in removed:
             self._forget_prefix(row)
             row.index, row.written, row.fed, row.target = -1, 0, 0, len(row.sequence)
+            if row.wants_forced_logprobs:
+                row.logprobs.clear()  # its prefill scores them again
         if self.live:
             self.slabs.resize(keep, max(row.written for row in self.live))
         else:

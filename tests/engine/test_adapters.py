@@ -73,8 +73,8 @@ def test_rows_under_different_adapters_share_a_batch(shared):
         for _ in range(2):
             for reply, run, each in zip(engine.run(asked), runs, asked, strict=True):
                 check(reply, run, merged[each.adapter])
-    plain = model(input_ids=torch.tensor([prompt(9)])).logits
-    torch.testing.assert_close(plain, merged[None](input_ids=torch.tensor([prompt(9)])).logits)
+    logits = model(input_ids=torch.tensor([prompt(9)])).logits
+    torch.testing.assert_close(logits, merged[None](input_ids=torch.tensor([prompt(9)])).logits)
 
 
 def test_keys_and_values_of_one_adapter_are_never_used_under_another(shared):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from interlens.engine.collect import Collector
 from interlens.engine.engine import Engine, engine_for
 from interlens.engine.request import Request, Sampling
 from interlens.engine.slabs import Slabs
@@ -277,6 +278,65 @@ def test_out_of_memory_with_one_row_is_its_own_error():
     assert not engine.step() and engine._collector.bytes_held == 0
 
 
+def test_one_row_in_wide_slabs_gives_up_the_spare_ones_before_it_fails():
+    model = model_of("llama")
+    engine = Engine(model, rows=8)
+    engine.slabs = engine._table.slabs = SmallSlabs()
+    first = [replace(r, keep="bob") for r in requests(4)]
+    drain(engine, [engine.submit(request) for request in first])
+    engine.slabs.limit = engine.slabs.num_rows * engine.slabs.num_columns
+    long = replace(first[0], tokens=prompt(90, 5))
+    same(drain(engine, [engine.submit(long)])[0], Engine(model).run([long])[0], model)
+
+
+class Torn(Collector):
+    """Runs out of memory in the middle of taking over what a forward has gathered."""
+
+    calls, when = 0, ()
+
+    def _pool(self, lane, gathered):
+        self.calls += 1
+        if self.calls in self.when:
+            raise torch.OutOfMemoryError("no room for a pool")
+        super()._pool(lane, gathered)
+
+
+@pytest.mark.parametrize("when", [(1,), (5,), (2, 30)])
+def test_out_of_memory_in_the_middle_of_a_capture_doubles_no_row(when):
+    model = model_of("llama")
+    asked = requests(6, capture=(CaptureSpec(), CaptureSpec(pool="mean")))
+    engine = Engine(model, rows=6, chunk=8)
+    engine._collector.__class__ = Torn
+    engine._collector.when = when
+    replies = drain(engine, [engine.submit(request) for request in asked])
+    for one, other in zip(replies, Engine(model).run(asked), strict=True):
+        same(one, other, model)
+    assert engine.counters["out_of_memory"] == len(when) and engine._collector.bytes_held == 0
+
+
+class Gasping(Engine):
+    """Runs out of memory while drawing."""
+
+    when, calls = (), 0
+
+    def _sample(self, rows, logits):
+        self.calls += logits is not None
+        if logits is not None and self.calls in self.when:
+            raise torch.OutOfMemoryError("no room for a softmax")
+        super()._sample(rows, logits)
+
+
+@pytest.mark.parametrize("when", [(1,), (4,), (2, 11)])
+def test_out_of_memory_while_drawing_changes_no_token(when):
+    model = model_of("llama")
+    engine = Gasping(model, rows=6, chunk=8)
+    engine.when = when
+    asked = [replace(r, keep="bob", forced=(5, 6, 7) if i == 3 else None) for i, r in enumerate(requests(6))]
+    replies = drain(engine, [engine.submit(request) for request in asked])
+    for one, other in zip(replies, Engine(model).run(asked), strict=True):
+        same(one, other, model)
+
+
 # Threads, cancellation, interruption
 
 
@@ -324,13 +384,27 @@ def test_cancelled_requests_stop_and_the_others_do_not_notice():
         assert engine._collector.bytes_held == 0 and replies[6].error is not None
 
 
+def test_teacher_forcing_that_starts_over_scores_each_token_once():
+    model = model_of("llama")
+    asked = replace(requests(1)[0], forced=prompt(9, 77))
+    whole = Engine(model).run([asked])[0]
+    assert len(whole.logprobs["logprobs"]) == 9
+    for when in range(1, 9):
+        engine = Engine(model, chunk=2)
+        ticket = engine.submit(asked)
+        for _ in range(when):
+            engine.step()
+        engine.rewind()
+        same(drain(engine, [ticket])[0], whole, model)
+
+
 def test_an_interrupted_engine_rewinds_and_goes_on():
     model = model_of("llama")
     pairs = steer(1, (0, 2), 1.5)
     asked = [replace(r, interventions=(pairs[0],) if i % 2 else ()) for i, r in enumerate(requests(6))]
     asked[4] = replace(asked[4], forced=tuple(prompt(9, 77)))
     whole = Engine(model).run(asked)
-    for when in range(1, 12):
+    for when in (1, 2, 3, 5, 8):
         engine = Engine(model, rows=4, chunk=4)
         tickets = [engine.submit(request) for request in asked]
         for _ in range(when):

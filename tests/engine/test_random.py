@@ -6,13 +6,13 @@ from functools import cache
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from interlens.engine.engine import Engine
 from interlens.engine.request import Request, Sampling
 from interlens.interp import CaptureSpec
 from tests.engine.reference import check, forward, generate, model_of, patch, prompt, steer, tolerance
+from tests.engine.test_faults import Gasping, Own, raises
 from tests.engine.test_interventions import LAYOUT, MODES, SELECTIONS
 
 KEEP = tuple((layer, "residual") for layer in range(3))
@@ -34,13 +34,19 @@ class Plan:
     takes: tuple[tuple[int, str | None], ...]
     keep: bool
     clean: bool
+    fault: int | None = None
+    """Number of the selection at which an edit of this request raises."""
+
+    @property
+    def faults(self):
+        return () if self.fault is None else (Own(raises, layers=(1,), tokens=SELECTIONS[self.fault][0]),)
 
     @property
     def request(self):
         return Request(
             tokens=(*prompt(40, 7)[: self.shared], *prompt(self.own, self.own)), key=("x", self.own, self.sampling),
             sampling=replace(SAMPLINGS[self.sampling], max_new_tokens=self.new), layout=LAYOUT, logprobs=True,
-            interventions=tuple(spec for spec, _ in self.pairs), keep="bob" if self.keep else None,
+            interventions=(*(spec for spec, _ in self.pairs), *self.faults), keep="bob" if self.keep else None,
             capture=tuple(
                 CaptureSpec(layers=(0, 2), tokens=SELECTIONS[i][0], pool=pool, source="clean" if self.clean else "run")
                 for i, pool in self.takes
@@ -52,7 +58,10 @@ class Plan:
         made = []
         for kind, selection, layer, seed in self.edits:
             if kind == len(MODES):
-                made.append(patch(sorted({seed, 9 + selection % 5, -2}), layer, seed))
+                positions = {seed, 9 + selection % 5}
+                if self.shared + self.own - 2 not in positions:
+                    positions.add(-2)
+                made.append(patch(sorted(positions), layer, seed))
             else:
                 tokens, at = SELECTIONS[selection]
                 layers = (layer,) if seed else (layer, (layer + 1) % 3)
@@ -75,6 +84,7 @@ PLANS = st.builds(
     ).map(tuple),
     keep=st.booleans(),
     clean=st.booleans(),
+    fault=st.sampled_from([None] * 9 + list(range(len(SELECTIONS)))),
 )
 
 
@@ -106,7 +116,7 @@ def agrees(family, plan, reply):
         torch.testing.assert_close(record.tensor.double(), pooled.get(pool, value).double(), **tol)
         assert record.positions == tuple(rows) and (record.layer, record.pool) == (layer, pool)
     modified = [len(list(hand.at(run.ids, run.num_prompt, LAYOUT))) for _, hand in plan.pairs]
-    assert reply.tokens_modified == tuple(modified)
+    assert reply.tokens_modified[: len(modified)] == tuple(modified)
 
 
 @st.composite
@@ -115,15 +125,17 @@ def scenes(draw):
     when = [draw(st.integers(0, 6)) for _ in plans]
     stop = [draw(st.sampled_from([None, None, None, 0, 2, 5])) for _ in plans]
     options = dict(
-        rows=draw(st.integers(1, 5)), chunk=draw(st.sampled_from([1, 3, 8, 512])), reuse=draw(st.booleans()),
+        rows=draw(st.integers(1, 6)), chunk=draw(st.sampled_from([1, 3, 8, 512])), reuse=draw(st.booleans()),
         budget=draw(st.sampled_from([None, None, 80, 150])),
     )  # fmt: skip
-    return plans, when, stop, options, draw(st.sampled_from([None, None, 3, 8]))
+    oom = draw(st.sampled_from([(), (), (), (2,), (5,), (3, 9)]))
+    return plans, when, stop, options, draw(st.sampled_from([None, None, 3, 8])), oom
 
 
 def play(family, scene):
-    plans, when, stop, options, rewind = scene
-    engine, tickets = Engine(model_of(family), **options), {}
+    plans, when, stop, options, rewind, oom = scene
+    engine, tickets = Gasping(model_of(family), **options), {}
+    engine.when = oom
     for step in range(1500):
         for i, plan in enumerate(plans):
             if when[i] == step:
@@ -135,16 +147,27 @@ def play(family, scene):
         worked = engine.step()
         if len(tickets) == len(plans) and not worked:
             break
+    judge(family, engine, plans, tickets, stop, options, oom)
+
+
+def judge(family, engine, plans, tickets, stop, options, oom):
     for i, plan in enumerate(plans):
         reply = tickets[i].reply
         assert reply is not None, i
         if stop[i] is not None and isinstance(reply.error, RuntimeError):
-            assert reply.tokens == answers(family, plan)[0].tokens[: len(reply.tokens)] and reply.records == []
+            run = answers(family, replace(plan, fault=None))[0]
+            assert reply.tokens == run.tokens[: len(reply.tokens)] and reply.records == []
+        elif isinstance(reply.error, ZeroDivisionError):
+            run = answers(family, replace(plan, fault=None))[0]
+            assert list(SELECTIONS[plan.fault][1](run.ids, run.num_prompt, LAYOUT)) and reply.records == []
+            assert reply.tokens == run.tokens[: len(reply.tokens)]
+        elif isinstance(reply.error, MemoryError):
+            assert "with a single row" in str(reply.error) and engine.counters["out_of_memory"] > 0
         elif any(edit[0] == len(MODES) for edit in plan.edits) and isinstance(reply.error, ValueError):
             wanted = [p for spec, _ in plan.pairs for p in spec.required_positions(len(plan.request.tokens))]
             assert max(wanted) >= len(plan.request.tokens) + len(reply.tokens)
         else:
-            agrees(family, plan, reply)
+            agrees(family, replace(plan, fault=None), reply)
     assert engine._collector.bytes_held == 0
     assert engine._table.live == [] and not engine._table.groups and not engine._waiting
     if options["budget"]:
@@ -154,7 +177,7 @@ def play(family, scene):
 
 MORE = int(os.environ.get("INTERLENS_SCENES", "1"))
 """This many times the usual number of scenes, and other ones each time if not 1."""
-COMMON = dict(deadline=None, derandomize=MORE == 1, suppress_health_check=list(HealthCheck), print_blob=True)
+COMMON = dict(deadline=None, derandomize=MORE == 1, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 
 
 @settings(max_examples=30 * MORE, **COMMON)
