@@ -77,9 +77,14 @@ def steer(
     seed=0, layers=(1,), coef=1.0, mode="add", tokens=None, at=everywhere, site="residual", each=False
 ) -> tuple[SteeringSpec, Hand]:
     """A spec and the same edit by hand. `each`: another direction at every layer."""
-    vectors = {layer: direction(seed + 17 * layer * each) for layer in layers}
+    vectors = {layer % LAYERS: direction(seed + 17 * layer * each) for layer in layers}
     spec = SteeringSpec(
-        vectors if each else vectors[layers[0]], layers, coef, mode, site, Select.all() if tokens is None else tokens
+        vectors if each else vectors[layers[0] % LAYERS],
+        layers,
+        coef,
+        mode,
+        site,
+        Select.all() if tokens is None else tokens,
     )
 
     def change(h, layer, positions):

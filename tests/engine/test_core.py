@@ -92,7 +92,7 @@ def test_a_batch_is_answered_as_by_full_recomputation(family):
 def test_chunked_shuffled_forked_and_reused_it_is_the_same(family):
     order = list(range(7))
     random.Random(1).shuffle(order)
-    engine = checked(Engine(model_of(family), rows=3, chunk=4), family, order)
+    engine = checked(Engine(model_of(family), rows=3, chunk=16), family, order)
     before = engine.counters["prefill_tokens"]
     checked(engine, family)
     if engine._forward.forkable:
@@ -130,3 +130,31 @@ def test_a_clean_capture_is_a_plain_forward_of_what_was_said(family):
         for record in reply.records:
             assert record.fingerprint == "" and len(record.tensor) == len(plain.ids)
             torch.testing.assert_close(record.tensor, plain.states[record.layer, "residual"], **tolerance(model))
+
+
+@pytest.mark.parametrize("start", [0, 8, 12, 14, 40])
+def test_a_branch_may_begin_anywhere_also_in_what_is_still_to_be_said(start):
+    model, layout = model_of("llama"), Layout(branch_start=start, special_ids=frozenset(range(50)))
+    branch = Select.branch()
+
+    def at(ids, n, _):
+        return range(min(start, len(ids)), len(ids))
+
+    def outside(ids, n, _):
+        return [p for p in range(n, len(ids)) if ids[p] >= 50]
+
+    pairs = [
+        [steer(1, (-1, 0), 1.5, tokens=branch, at=at)],
+        [steer(2, (-2,), 1.0, "ablate", Select.generated() - Select.special(), outside), steer(3, (1,), 1.0)],
+    ]
+    asked = [
+        Request(
+            tokens=prompt(12, i), key=("b", i), layout=layout, logprobs=True, interventions=tuple(s for s, _ in each),
+            sampling=Sampling(temperature=1.0, max_new_tokens=6), capture=(CaptureSpec(tokens=branch),),
+        )
+        for i, each in enumerate(pairs)
+    ]  # fmt: skip
+    for reply, each, hands in zip(Engine(model, chunk=5).run(asked), asked, pairs, strict=True):
+        run = generate(model, each, [hand for _, hand in hands], RESIDUALS)
+        check(reply, run, model)
+        assert [len(record.tensor) for record in reply.records] == ([18 - start] * 3 if start < 18 else [])
