@@ -120,6 +120,7 @@ def recompute(run: sweeps.run.Run, aggregate: object, units: int | None = None) 
 def memory(run: sweeps.run.Run) -> None:
     """Peak anonymous memory above the start, over a quarter of the units and over all."""
     units = len(list(run.commits()))
+    recompute(run, SUMS["moments, tokens"], 1)  # what is loaded and cached once
     peaks = [peak(lambda n=n: recompute(run, SUMS["moments, tokens"], n)) for n in (max(units // 4, 1), units)]
     print(
         f"moments: {peaks[0]:.1f} MB above the start over {max(units // 4, 1)} units, {peaks[1]:.1f} MB over {units}\n"
