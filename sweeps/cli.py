@@ -28,6 +28,8 @@ USAGE = """sweeps <command> ...
   report DIR               write the page of a run, DIR/report/index.html
   aggregate DIR [name=... key=value ...]   aggregates again, or new ones, from what is stored; loads no model
   show   DIR CELL          print one conversation (any beginning of a cell's id)
+  compare A B              the same cells in two runs: tokens that changed, log-probabilities, routing
+  export DIR OUT key=value ...   vectors as one .parquet or .npz file, chosen by layer=16 framing=warm ...
   verify DIR [--deep]      check every file and row of a run against its commits
   gc     DIR [--dry-run]   delete what no commit names
 
@@ -231,7 +233,26 @@ def _gc(arguments: list[str]) -> int:
     return COMPLETE
 
 
+def _compare(arguments: list[str]) -> int:
+    from .compare import compare
+    from .run import Run
+
+    given = _parsed(arguments, "compare", "The same cells in two runs.", "a", "b")
+    print("\n".join(compare(Run(given.a), Run(given.b)).lines))
+    return COMPLETE
+
+
+def _export(arguments: list[str]) -> int:
+    from .export import export
+    from .run import Run
+
+    given = _parsed(arguments[:2], "export", "Vectors as one file: sweeps export DIR OUT key=value ...", "dir", "out")
+    count, width = export(Run(given.dir), given.out, arguments[2:])
+    print(f"{count} vectors of {width} values in {given.out}")
+    return COMPLETE
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "plan": _plan, "run": _run, "status": _status, "report": _report, "aggregate": _aggregate,
-    "show": _show, "verify": _verify, "gc": _gc,
+    "show": _show, "compare": _compare, "export": _export, "verify": _verify, "gc": _gc,
 }  # fmt: skip

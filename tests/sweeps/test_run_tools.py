@@ -1,0 +1,87 @@
+"""Laws of `compare` and `export`."""
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+import sweeps
+from sweeps import folder
+from sweeps.cli import main
+from sweeps.compare import compare
+from sweeps.config import ConfigError
+from sweeps.export import export
+from sweeps.plan import expand
+from sweeps.writer import UnitWriter
+from tests.sweeps import talk
+
+
+def run_of(tmp_path, name, change=lambda number, message: None, **options):
+    config = talk.config(tmp_path, run={"dir": str(tmp_path / name)}, **options)
+    folder.enter(config, config.run.dir)
+    number = 0
+    for unit in expand(config):
+        writer = UnitWriter(config.run.dir, unit, {"alice": "tiny", "bob": "tiny"})
+        for cell in unit.cells:
+            message = talk.said("bob", "so", 1)
+            change(number, message)
+            writer.add_cell(cell, [message], talk.records(0, float(number)))
+            number += 1
+        writer.commit()
+    return sweeps.open(config.run.dir)
+
+
+def test_a_run_equals_itself(tmp_path):
+    run = run_of(tmp_path, "a")
+    found = compare(run, run)
+    assert (found.matched, found.same_cells, found.same_replies, found.only) == (24, 24, 24, (0, 0))
+    assert found.logprob_changes == [0.0] * 24 * 5 and not found.first_differences
+
+
+def test_differences_are_found_across_ids(tmp_path):
+    from dataclasses import replace
+
+    def change(number, message):
+        message.metadata["logprobs"] = [x + 0.5 for x in message.metadata["logprobs"]]
+        if number % 2:
+            message.fed = replace(message.fed, generated=(11, 12, 99, 14, 15))
+
+    a = run_of(tmp_path, "a")
+    b = run_of(tmp_path, "b", change, scenario={**talk.SCENARIO, "seed": 9})
+    assert not set(a.cells["cell"].to_pylist()) & set(b.cells["cell"].to_pylist())
+    found = compare(a, b)
+    assert (found.matched, found.same_replies) == (24, 12) and found.first_differences == [2] * 12
+    assert len(found.logprob_changes) == 12 * 5 + 12 * 2 and np.allclose(found.logprob_changes, -0.5)
+    assert "12 of 24 replies" in "\n".join(found.lines)
+
+
+def test_an_ambiguous_match_is_refused(tmp_path):
+    a = run_of(tmp_path, "a")
+    b = run_of(tmp_path, "b", grid={"framing": {"warm": "w", "cold": "c"}, "scenario.branch.temperature": [0.1, 0.2]})
+    with pytest.raises(ConfigError, match=r"only it has the axes: scenario\.branch\.temperature"):
+        compare(a, b)
+
+
+def test_exported_vectors_are_the_runs(tmp_path, capsys):
+    run = run_of(tmp_path, "a")
+    assert export(run, tmp_path / "x.parquet", ["layer=3", "framing=warm"]) == (12, 8)
+    table = pq.read_table(tmp_path / "x.parquet")
+    x, rows = run.vectors(layer=3)
+    warm = np.array(rows["framing"].to_pylist()) == "warm"
+    assert np.array_equal(np.stack(table["vector"].to_numpy()), x[warm])
+    assert table["cell"].to_pylist() == [c for c, kept in zip(rows["cell"].to_pylist(), warm, strict=True) if kept]
+    assert main(["export", str(run.root), str(tmp_path / "x.npz"), "layer=[1, 3]", "item=i1"]) == 0
+    assert "16 vectors of 8 values" in capsys.readouterr().out
+    with np.load(tmp_path / "x.npz", allow_pickle=False) as found:
+        assert found["vectors"].shape == (16, 8) and set(found["layer"]) == {1, 3} and set(found["item"]) == {"i1"}
+    assert main(["compare", str(run.root), str(run.root)]) == 0
+
+
+@pytest.mark.parametrize(("out", "conditions", "said"), [
+    ("x.csv", [], "possible endings: .parquet, .npz"), ("x.npz", ["layr=3"], "did you mean 'layer'"),
+    ("x.npz", ["layer=7"], "nothing matches"), ("x.npz", ["layer"], "write key=value"),
+])  # fmt: skip
+def test_what_cannot_be_exported_is_refused_and_writes_nothing(tmp_path, out, conditions, said):
+    run = run_of(tmp_path, "a")
+    with pytest.raises(ConfigError, match=said):
+        export(run, tmp_path / out, conditions)
+    assert not list(tmp_path.glob("*x.*"))
