@@ -39,7 +39,7 @@ class Stream:
             known = self.memo.get(n) if first is not None else None
             if known is None or known[0] is not first or known[1] != self.parts[n]:
                 made, brought_end = self._slot(n, slot, brought_end)
-                if first is not None and (made[-1].kind == "tokens" or self.template.leaves(first.content)):
+                if first is not None and (made[-1].kind == "tokens" or self.template.leaves(first.role, shown(first))):
                     self.memo[n] = (first, self.parts[n], made, brought_end)
             else:
                 made, brought_end = known[2], known[3]

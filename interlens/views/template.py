@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from ..reasoning import Markers, find_markers, is_inside
+from ..reasoning import FAMILIES, Markers, find_markers, is_inside
 from .segments import Segments
 
 SKELETONS = 4096
@@ -115,9 +115,12 @@ class Template:
 
     def content(self, text: str, n: int, shape: Shape) -> str:
         """What the template makes of `text` as the content of slot n (trimmed, escaped); usually `text` itself."""
-        if shape.roles[n] != "tool" and self.leaves(text):
+        role = shape.roles[n]
+        if self.leaves(role, text):
             return text
-        role, key = shape.roles[n], (shape, n, text)
+        # trimming and escaping depend on the role and on being first or last; removing reasoning on the whole talk
+        place = (shape.roles[:2] if n < 2 else (), n == len(shape.roles) - 1)
+        key = (shape, n, text) if self.rewrites(role, text) else (role, place, text)
         if key not in self._contents:
             contents = [hole(m) for m in range(len(shape.roles))]
             contents[n] = text
@@ -133,10 +136,14 @@ class Template:
                 self._contents.popitem(last=False)
         return self._contents[key]
 
-    @staticmethod
-    def leaves(text: str) -> bool:
+    def leaves(self, role: str, text: str) -> bool:
         """Whether templates leave such a content as it is."""
-        return bool(text) and text == text.strip() and "<" not in text and "[" not in text
+        return role != "tool" and bool(text) and text == text.strip() and not self.rewrites(role, text)
+
+    @staticmethod
+    def rewrites(role: str, text: str) -> bool:
+        """Whether a template may take reasoning out of such a content."""
+        return role == "assistant" and any(close in text for _, close in FAMILIES.values())
 
     def _around(self, parts: list[str], n: int) -> tuple[str, str]:
         before = "".join(parts[m] + hole(m) for m in range(n)) + parts[n]

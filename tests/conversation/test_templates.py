@@ -248,3 +248,17 @@ def test_branch_start_is_the_first_token_after_the_trunk():
         (warm, cold) = prompts[0], prompts[2]
         same = next(n for n, (a, b) in enumerate(zip(warm.prompt, cold.prompt, strict=False)) if a != b)
         assert warm.layout.branch_start == cold.layout.branch_start <= same
+
+
+def test_markdown_and_markup_in_messages_cost_no_rendering():
+    """A content is looked at once, however long the talk becomes."""
+    tokenizer = make(FAMILIES["qwen3"]["template"], **{k: v for k, v in FAMILIES["qwen3"].items() if k != "template"})
+    texts = [f"See [{i}](link) and <b>{i}</b> if {i} < 3." for i in range(100)]
+    people = [speaker(name, tokenizer, texts) for name in ("alice", "bob")]
+    conversation = Conversation(people, shared_context="Go on.\n", reasoning_visibility="shared")
+    template = template_of(tokenizer)
+    rendered = []
+    render_ = template.render
+    template.render = lambda messages, shape: rendered.append(shape) or render_(messages, shape)
+    conversation.run(turns=30)
+    assert len(rendered) < 90  # a skeleton for every length, each with and without what follows
