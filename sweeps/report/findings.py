@@ -155,6 +155,21 @@ def _logprobs(result: dict[str, Any]) -> list[str]:
     return [f"Surprisal in nats per token: {', '.join(told)}."] if told else []
 
 
+def _routing(result: dict[str, Any]) -> list[str]:
+    """The largest difference between two values of `by`, and the mean one."""
+    found = result["comparisons"]
+    if not found:
+        return []
+    most = max(found, key=lambda c: c["js_divergence"])
+    mean = sum(c["js_divergence"] for c in found) / len(found)
+    a, b = (", ".join(f"{name} {number(value)}" for name, value in most[side].items()) for side in "ab")
+    return [
+        f"{result['name']}: {most['participant']}'s routing differs most between {a} and {b} at layer {most['layer']}, by a "
+        f"JS divergence of {number(most['js_divergence'])} nats (mean over layers {number(mean)}; "
+        f"{round(most['topk_overlap'] * most['k'])} of the top {most['k']} experts in common)."
+    ]
+
+
 KINDS = {"lda": "LDA", "logistic": "Logistic regression"}
 SAID = {
     "difference_of_means": _directions,
@@ -163,4 +178,5 @@ SAID = {
     "logistic": _probe,
     "probe_eval": _probe_eval,
     "logprob_summary": _logprobs,
+    "routing_stats": _routing,
 }

@@ -149,7 +149,7 @@ def routing_stats(result: Result) -> Markup:
                 _condition(c["a"]),
                 _condition(c["b"]),
                 number(c["js_divergence"]),
-                f"{number(c['topk_overlap'], 2)} of {c['k']}",
+                f"{round(c['topk_overlap'] * c['k'])} of {c['k']}",
             ]
             for c in result["comparisons"]
         ]
