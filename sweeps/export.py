@@ -67,7 +67,7 @@ def _write(path: Path, vectors: np.ndarray, rows: pa.Table) -> None:
         pq.write_table(rows.append_column("vector", column), part)
     else:
         flat = {n: rows[n].to_pandas().to_numpy() for n in rows.column_names if n not in ("tokens", "positions")}
-        plain = {n: v.astype(str) if v.dtype == object else v for n, v in flat.items()}
+        plain: dict[str, Any] = {n: v.astype(str) if v.dtype == object else v for n, v in flat.items()}
         with part.open("wb") as file:
-            np.savez(file, **{**plain, "vectors": vectors})
+            np.savez(file, vectors=vectors, **plain)
     part.replace(path)

@@ -19,7 +19,7 @@ BASE = ["scenario=topics", "scenario.items=[{id: a, topic: x}]"]
 def test_what_is_loaded_travels_as_plain_values():
     config = load(["experiment=enthusiasm"])
     assert SweepConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert config.run.dir == "runs/enthusiasm" and config.plan.unit_cells == 32
+    assert config.run.dir == "runs/enthusiasm" and config.cluster.replicas == 2
     assert [(axis.path, axis.labels) for axis in config.grid] == [("framing", ("warm", "cold"))]
     assert config.capture[0].participants == ("bob",) and config.capture[1].pool is None
 
