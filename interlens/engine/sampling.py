@@ -51,7 +51,7 @@ def uniform(seeds: Int[Tensor, " n"], counters: Int[Tensor, " n"]) -> Float[Tens
     z = (z ^ _shift(z, 30)) * _MIX_1
     z = (z ^ _shift(z, 27)) * _MIX_2
     z = z ^ _shift(z, 31)
-    return (_shift(z, 11).to(torch.float64) + 0.5) * 2.0**-53
+    return (_shift(z, 12).to(torch.float64) + 0.5) * 2.0**-52
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:

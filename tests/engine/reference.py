@@ -233,7 +233,7 @@ def uniforms(key: tuple, step: int, vocab: int) -> np.ndarray:
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         z = z ^ (z >> np.uint64(31))
-    return ((z >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
+    return ((z >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52
 
 
 def kept(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
