@@ -2,15 +2,13 @@
 
 import importlib
 
-_HOMES = {"causal_trace": "causal_trace", "LensTable": "lens_table", "lens_table": "lens_table"}
+_HOMES = {"causal_trace": "tracing", "LensTable": "lens", "lens_table": "lens"}
 __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str):
     if name in _HOMES:
-        value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-        globals()[name] = value  # over the submodule of the same name
-        return value
+        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module 'interlens.studies' has no attribute {name!r}")
 
 
