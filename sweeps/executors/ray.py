@@ -28,6 +28,8 @@ from . import Event, import_replica
 
 SUSPECT_S = 40.0
 """How long an unavailable actor is asked again until Ray knows whether its process or its node died."""
+COUNTERS_PER_S = 200.0
+"""Replicas asked for their counters a second, so that a thousand of them leave the driver time for acks."""
 
 
 class _Actor:
@@ -100,6 +102,7 @@ class _Handle:
         self.suspect_since: float | None = None
         self.counters: dict[str, Any] = {}
         self.asked: Any = None
+        self.asked_at = 0.0
 
 
 class RayExecutor:
@@ -147,8 +150,10 @@ class RayExecutor:
         return [*events, *self._overdue_suspects()]
 
     def counters(self) -> dict[str, dict[str, Any]]:
+        now, rest_s = time.monotonic(), len(self._handles) / COUNTERS_PER_S
         for replica, handle in self._handles.items():
-            if handle.node and handle.asked is None:
+            if handle.node and handle.asked is None and now - handle.asked_at >= rest_s:
+                handle.asked_at = now
                 handle.asked = handle.actor.counters.options(concurrency_group="watch").remote()
                 self._await(handle.asked, "counters", replica)
         return {replica: handle.counters for replica, handle in self._handles.items() if handle.counters}
