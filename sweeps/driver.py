@@ -374,8 +374,8 @@ class Driver:
         self._update_totals()
         names = [entry.name for entry in self.config.aggregate]
         missing = [name for name in names if not (self.root / "aggregates" / f"{name}.json").exists()]
+        finished = reader.open(self.root)
         if names and (fresh or missing):
-            finished = reader.open(self.root)
             changed = finished.config.aggregate != self.config.aggregate
             aggregates.finalize(finished, self.config.aggregate if changed else None)
         reach("driver.aggregated")
@@ -385,7 +385,7 @@ class Driver:
         if not fresh and not missing:
             self.progress.say("nothing to do: this run is complete")
         self.progress.say(f"{self.ledger.num_held} cells committed, {self.ledger.num_failed} failed, in {self.root}")
-        for sentence in aggregates.findings(reader.open(self.root)) if names else ():
+        for sentence in aggregates.findings(finished) if names else ():
             self.progress.say(f"  {sentence}")
         return 3 if self.ledger.num_failed else 0
 

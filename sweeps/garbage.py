@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from . import store
@@ -57,7 +58,8 @@ def collect(root: store.Root, *, dry_run: bool = False, leased: bool = False) ->
         finally:
             lease.release()
     run = Run(root)
-    found = list(uncommitted(run))
+    light = [replace(c, cells=(), failed=(), children=()) for c in store.list_commits(root)]
+    found = list(uncommitted(run, light))
     for path in () if dry_run else found:
         store.delete(run.root, path)
     return found

@@ -109,8 +109,12 @@ class Run(Records):
     @property
     def counts(self) -> dict[str, int]:
         """Cells by state: done, failed, pending."""
-        found = {row["values"]: row["counts"] for row in pc.value_counts(self.cells["state"]).to_pylist()}
-        return {state: found.get(state, 0) for state in ("done", "failed", "pending")}
+        failed = {cell for c in self._commits for cell in c.failed}
+        done = 0
+        for commit in self._commits:
+            done += len(commit.cells)
+            failed.difference_update(commit.cells)
+        return {"done": done, "failed": len(failed), "pending": self.plan.num_cells - done - len(failed)}
 
     # ---- tables
 

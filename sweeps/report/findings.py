@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from ..aggregates.results import read_results
@@ -22,8 +21,8 @@ def sentences(run: Any) -> list[str]:
 
 def counts(run: Any) -> str:
     """How many cells are done, failed and pending, and over how many items."""
-    states = Counter(run.cells.column("state").to_pylist())
-    items = len(run.cells.column("item").unique())
+    states = run.counts
+    items = len(run.plan.table(["item"]).column("item").unique())
     total = sum(states.values())
     line = f"{states['done']} of {total} cells finished, over {plural(items, 'item')}"
     line += f"; {states['failed']} failed" if states["failed"] else "; none failed"
