@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -86,6 +87,15 @@ class StoredRun:
         failed = {row["cell"] for row in self.failures}
         rows = [{**self._plan(r), "state": "failed" if r.cell.id in failed else "done"} for r in self.results]
         return pa.Table.from_pylist(rows) if rows else EMPTY_PLAN
+
+    @property
+    def counts(self):
+        states = self.cells.column("state").to_pylist()
+        return {state: states.count(state) for state in ("done", "failed", "pending")}
+
+    @property
+    def plan(self):
+        return SimpleNamespace(table=self.cells.select)
 
     def outcomes(self):
         return pa.Table.from_pylist([{**self._plan(r), **r.outcomes} for r in self.results])
