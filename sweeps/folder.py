@@ -6,6 +6,7 @@ whoever holds the folder. `run.json` is written last, so that a folder without i
 
 from __future__ import annotations
 
+import itertools
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -99,23 +100,24 @@ def _continue(config: SweepConfig, root: Path | Remote) -> Entered:
             "continue it with the version that began it, or name another run.dir"
         )
     plan = planfile.PlanFile(root)
-    old = plan.table(["cell", "trunk", "unit"])
-    known = np.sort(old["cell"].to_numpy().astype("S20"))
-    wanted = new = 0
-    still = np.zeros(len(known), bool)
-    for entry in trunks(config):
-        for ids in (np.array([c.id for c in cells], "S20") for cells in entry.cells.values()):
-            at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
-            hit = known[at] == ids
-            still[at[hit]] = True
-            wanted += len(ids)
-            new += int((~hit).sum())
+    known = np.sort(plan.cell_ids())
+    new, still = 0, np.zeros(len(known), bool)
+    for ids in _batches(c.id for entry in trunks(config) for cells in entry.cells.values() for c in cells):
+        at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+        hit = known[at] == ids
+        still[at[hit]] = True
+        new += int((~hit).sum())
     if not still.all():
         raise RunRefused(_difference(config, root, plan, int((~still).sum()), new))
     if new:
         _check_space(config, root)
-        _extend(config, root, plan, known, set(old["trunk"].to_pylist()))
+        _extend(config, root, plan, known, set(plan.table(["cell", "trunk"])["trunk"].unique().to_pylist()))
     return Entered(state="extended" if new else "same", num_cells=len(known) + new, new_cells=new)
+
+
+def _batches(ids: Iterator[str], size: int = 65_536) -> Iterator[np.ndarray]:
+    while batch := list(itertools.islice(ids, size)):
+        yield np.array(batch, "S20")
 
 
 def _extend(

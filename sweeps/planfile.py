@@ -7,6 +7,7 @@ it in `inputs/items-<k>.jsonl`. Nothing here is ever rewritten.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,8 +70,12 @@ def write(root: store.Root, part: int, axes: Sequence[AxisConfig], units: Iterab
 def _rows(unit: Unit, kinds: Mapping[str, pa.DataType]) -> Iterator[tuple]:
     owned, with_cells = set(unit.owns), {cell.trunk for cell in unit.cells}
     fixed = (unit.id, unit.cast)
+    known: dict[tuple, tuple] = {}
     for c in unit.cells:
-        labels = tuple(_stored(c.condition.get(path), kind) for path, kind in kinds.items())
+        point = tuple(c.condition.items())
+        labels = known.get(point)
+        if labels is None:
+            labels = known[point] = tuple(_stored(c.condition.get(path), kind) for path, kind in kinds.items())
         yield (c.id, c.item, c.trunk, c.trunk_seed, c.branch_seed, *fixed, c.trunk in owned, *labels)
     for t in unit.trunks:
         if t.id not in with_cells:
@@ -125,6 +130,16 @@ class PlanFile:
         """Of all parts."""
         return sum(info.num_cells for info in self.infos())
 
+    def cell_ids(self) -> np.ndarray:
+        """The ids of all cells in plan order, 20 bytes each."""
+        found = []
+        for chunk in self.table(["cell"])["cell"].chunks:
+            data = chunk.buffers()[2]
+            if data is not None and len(chunk):
+                begin = np.frombuffer(chunk.buffers()[1], np.int32)[chunk.offset]
+                found.append(np.frombuffer(data, "S20", len(chunk), int(begin)))
+        return np.concatenate(found)
+
     def infos(self) -> Iterator[UnitInfo]:
         """The units in plan order, read one row group at a time."""
         foreign = self._foreign()
@@ -169,16 +184,23 @@ class PlanFile:
         axes = [c for c in rows.column_names if c not in tables.PLAN.names]
         cells, trunks, owns, needed = [], {}, {}, set()
         on_trunk = [a for a in axes if a.startswith(("trunk.", "scenario.trunk."))]
-        for row in rows.to_pylist():
-            condition = {axis: row[axis] for axis in axes if row[axis] is not None}
-            if row["cell"] is not None:
-                cells.append(Cell(id=row["cell"], item=row["item"], trunk=row["trunk"], condition=condition,
-                                  trunk_seed=row["trunk_seed"], branch_seed=row["branch_seed"], unit=name))  # fmt: skip
-            needed.add(row["item"])
-            shared = {axis: row[axis] for axis in on_trunk if row[axis] is not None}
-            trunks[row["trunk"]] = Trunk(id=row["trunk"], item=row["item"], seed=row["trunk_seed"], condition=shared)
-            if row["owned"]:
-                owns[row["trunk"]] = None
+        columns = {name: rows[name].to_pylist() for name in rows.column_names}
+        fixed = zip(*(columns[c] for c in ("cell", "item", "trunk", "trunk_seed", "branch_seed", "owned")), strict=True)
+        points = zip(*(columns[axis] for axis in axes), strict=True) if axes else itertools.repeat(())
+        known: dict[tuple, dict[str, Any]] = {}
+        for (cell, item, trunk, trunk_seed, branch_seed, owned), point in zip(fixed, points, strict=False):
+            condition = known.get(point)
+            if condition is None:
+                condition = known[point] = {a: v for a, v in zip(axes, point, strict=True) if v is not None}
+            if cell is not None:
+                cells.append(Cell(id=cell, item=item, trunk=trunk, condition=condition, trunk_seed=trunk_seed,
+                                  branch_seed=branch_seed, unit=name))  # fmt: skip
+            if trunk not in trunks:
+                needed.add(item)
+                shared = {a: condition[a] for a in on_trunk if a in condition}
+                trunks[trunk] = Trunk(id=trunk, item=item, seed=trunk_seed, condition=shared)
+            if owned:
+                owns[trunk] = None
         has_trunk = bool(owns) or self._has_trunks(part)
         return Unit(id=name, cells=tuple(cells), trunks=tuple(trunks.values()) if has_trunk else (), owns=tuple(owns),
                     items={item: self.item(part, item) for item in needed}, cast=rows["cast"][0].as_py(),
