@@ -167,7 +167,11 @@ class Segments:
             if kind == "mark":
                 marks.append(next((n for n, (_, s, _) in enumerate(pairs) if s >= start), len(pairs)))
             elif kind == "content":
-                inside = [n for n, (_, s, e) in enumerate(pairs) if n >= done and s < char and e > start]
+                # a special token of the markup may swallow white space of the content, and stays markup
+                inside = [
+                    n for n, (i, s, e) in enumerate(pairs)
+                    if n >= done and s < char and e > start and (s >= start or i not in self.special_ids)
+                ]  # fmt: skip
                 first = inside[0] if inside else max(done, sum(1 for _, _, e in pairs if e <= start))
                 done = inside[-1] + 1 if inside else first
                 spans.append((first, done))
