@@ -6,6 +6,7 @@ the front, canonical site names, and the content hash of every input.
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,18 @@ from interlens.errors import InterlensError
 from interlens.interp.sites import canonical_site
 
 from . import aggregates, inputs, items, shapes
-from .config import CaptureConfig, ConfigError, InterventionConfig, ScenarioConfig, SweepConfig, did_you_mean
+from .config import (
+    AxisConfig,
+    BranchConfig,
+    CaptureConfig,
+    ConfigError,
+    InterventionConfig,
+    ParticipantConfig,
+    ScenarioConfig,
+    SweepConfig,
+    TrunkConfig,
+    did_you_mean,
+)
 from .grid import applied, full_path
 from .redact import redact
 from .selection import parse_tokens
@@ -30,15 +42,43 @@ def checked(config: SweepConfig) -> SweepConfig:
     _check_scenario(config.scenario)
     _check_choices(config)
     config = normalized(config)
+    under = [applied_and_normalized(config, {axis.path: label}) for axis in config.grid for label in axis.labels]
+    for point in under:
+        _check_scenario(point.scenario)
     for axis in config.grid:
-        for label in axis.labels:
-            _check_scenario(applied_and_normalized(config, {axis.path: label}).scenario)
-    items.check(config.scenario.items)
+        _check_axis(axis)
+    most = max(point.scenario.branch.turns for point in (config, *under))
+    for i, c in enumerate(config.capture):
+        if not isinstance(c.turns, str) and max(c.turns) >= most:
+            raise ConfigError(f"capture[{i}].turns: no turn {max(c.turns)}; scenario.branch has {most}, counted from 0")
+    items.check(config.scenario.items, {t for point in (config, *under) for t in _texts(point.scenario)})
     try:
         aggregates.build(config.aggregate, config)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    inputs.check_widths((config, *under))
     return replace(config, inputs=inputs.hashes(config))
+
+
+def _check_axis(axis: AxisConfig) -> None:
+    from .identity import canonical  # stands on this module
+
+    seen: dict[bytes, int] = {}
+    for number, (label, value) in enumerate(zip(axis.labels, axis.values, strict=True)):
+        first = seen.setdefault(canonical(value), number)
+        if first != number:
+            raise ConfigError(
+                f"two points of the grid are the same cells: {axis.path}={axis.labels[first]!r} and {axis.path}={label!r}; "
+                "give them different values, or remove one"
+            )
+
+
+def _texts(scenario: ScenarioConfig) -> list[tuple[str, str]]:
+    """(where, text) of everything that an item's columns fill."""
+    people = scenario.participants.items()
+    systems = [(f"scenario.participants.{name}.system_prompt", p.system_prompt) for name, p in people]
+    given = [("scenario.opening", scenario.opening), ("scenario.framing", scenario.framing), *systems]
+    return [(where, text) for where, text in given if text is not None]
 
 
 def applied_and_normalized(config: SweepConfig, condition: dict[str, Any]) -> SweepConfig:
@@ -83,12 +123,12 @@ def _check_scenario(scenario: ScenarioConfig) -> None:
             raise ConfigError(f"{at}.base_url holds a secret; give it in the provider's environment variable instead")
         if p.kind == "scripted" and not p.lines:
             raise ConfigError(f"{at}.lines is empty; a scripted participant needs what it says")
-        if p.max_new_tokens < 1 or p.temperature < 0:
-            raise ConfigError(f"{at}: max_new_tokens must be at least 1 and temperature at least 0")
-        if p.top_p is not None and not 0 < p.top_p <= 1:
-            raise ConfigError(f"{at}.top_p is {p.top_p}; it must lie in (0, 1]")
+        _check_sampling(at, p)
+        _check_seeds(f"{at}.seed", (p.seed or 0,))
+    _check_seeds("scenario.seed", (scenario.seed,))
     for part, least in (("trunk", 0), ("branch", 1)):
         settings = getattr(scenario, part)
+        _check_sampling(f"scenario.{part}", settings)
         if settings.turns < least:
             raise ConfigError(f"scenario.{part}.turns is {settings.turns}; it must be at least {least}")
         seeds = settings.seeds
@@ -96,6 +136,24 @@ def _check_scenario(scenario: ScenarioConfig) -> None:
             raise ConfigError(f"scenario.{part}.seeds is {seeds!r}; give a number of at least 1, or a list of seeds")
         if not isinstance(seeds, int) and len(set(seeds)) < len(seeds):
             raise ConfigError(f"scenario.{part}.seeds names a seed twice: {list(seeds)}")
+        if not isinstance(seeds, int):
+            _check_seeds(f"scenario.{part}.seeds", seeds)
+
+
+def _check_sampling(at: str, given: ParticipantConfig | TrunkConfig | BranchConfig) -> None:
+    for key, value, least in (
+        ("max_new_tokens", given.max_new_tokens, 1), ("temperature", given.temperature, 0), ("top_k", given.top_k, 1),
+    ):  # fmt: skip
+        if value is not None and value < least:
+            raise ConfigError(f"{at}.{key} is {value}; it must be at least {least}")
+    if given.top_p is not None and not 0 < given.top_p <= 1:
+        raise ConfigError(f"{at}.top_p is {given.top_p}; it must lie in (0, 1]")
+
+
+def _check_seeds(at: str, seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        if not -(2**63) <= seed < 2**63:
+            raise ConfigError(f"{at}: {seed} is no seed; give whole numbers of at most 64 bits")
 
 
 def _check_choices(config: SweepConfig) -> None:
@@ -105,6 +163,8 @@ def _check_choices(config: SweepConfig) -> None:
     one_of("scenario.reasoning_visibility", config.scenario.reasoning_visibility, ("strip", "self_retain", "shared"))
     if config.cluster.replicas < 1 or config.cluster.rows < 1 or config.cluster.in_flight < 1:
         raise ConfigError("cluster.replicas, cluster.rows and cluster.in_flight must be at least 1")
+    if config.run.interval_s <= 0 or (config.run.max_failures or 0) < 0 or (config.run.max_hours or 0) < 0:
+        raise ConfigError("run.interval_s must be above 0, run.max_failures and run.max_hours at least 0, or null")
     if config.plan.unit_cells is not None and config.plan.unit_cells < 1:
         raise ConfigError(f"plan.unit_cells is {config.plan.unit_cells}; it must be at least 1, or null")
     for name, model in config.models.items():
@@ -114,6 +174,11 @@ def _check_choices(config: SweepConfig) -> None:
     for analyzer in config.scenario.analyzers:
         if not re.fullmatch(r"[\w.]+:[\w.]+", analyzer):
             raise ConfigError(f"scenario.analyzers: {analyzer!r} is no import path; write module:function")
+        module, _, name = analyzer.partition(":")
+        try:
+            getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"scenario.analyzers: cannot import {analyzer!r}: {error}") from None
     for axis in config.grid:
         if full_path(axis.path) == "scenario.opening" and config.scenario.trunk.turns:
             raise ConfigError(
@@ -141,6 +206,8 @@ def _participants(config: SweepConfig, given: tuple[str, ...], where: str) -> tu
             )
     if not given and len(local) != 1:
         raise ConfigError(f"{where}.participants is missing; name some of: {', '.join(local) or 'none is local'}")
+    if len(set(given)) < len(given):
+        raise ConfigError(f"{where}.participants names one twice: {', '.join(given)}")
     return given or tuple(local)
 
 

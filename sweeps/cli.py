@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)
         return COMPLETE if arguments else ERROR
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where a user's own analyzers and aggregates are; `python -m` has it already
     name, rest = arguments[0], arguments[1:]
     if name not in COMMANDS:
         print(f"sweeps: no command {name!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -324,6 +325,8 @@ def _convert(value: Any, hint: Any, at: str) -> Any:
         return tuple(_convert(item, args[0], f"{at}[{i}]") for i, item in enumerate(value))
     if origin is not None and issubclass(origin, Mapping) and isinstance(value, Mapping):
         return {str(key): _convert(item, args[1], f"{at}.{key}") for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{at} must be a finite number, got {value}")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if hint is int and isinstance(value, float) and value.is_integer():

@@ -126,11 +126,11 @@ class Crew:
         if self.deaths_in_a_row >= self.cluster.max_deaths:
             return (
                 f"{self.deaths_in_a_row} replicas died without a unit being closed between them (cluster.max_deaths); "
-                f"the last one: {self.last_error.strip() or 'no message'}"
+                f"the last one: {_last_line(self.last_error)}"
             )
         if self.failed_loads >= MAX_FAILED_LOADS:
             return (
-                f"{self.failed_loads} replicas could not load, and none could; the last one: {self.last_error.strip()}"
+                f"{self.failed_loads} replicas could not load, and none could; the last one: {_last_line(self.last_error)}"
             )
         if any(m.state != "asked" for m in self.members.values()):
             self._alone_since = self._clock()
@@ -150,3 +150,9 @@ class Crew:
 
     def _backoff(self) -> float:
         return min(MAX_BACKOFF_S, 2.0 ** (self.deaths_in_a_row - 1)) if self.deaths_in_a_row > 1 else 0.0
+
+
+def _last_line(error: str) -> str:
+    """What a traceback comes to."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    return lines[-1] if lines else "no message"

@@ -29,7 +29,7 @@ from interlens.errors import InterlensError
 
 from . import aggregates, estimate, executors, folder, garbage, store
 from . import run as reader
-from .config import ConfigError, SweepConfig
+from .config import SweepConfig
 from .crew import Crew
 from .executors import REPLICA, Event
 from .failpoints import reach
@@ -69,14 +69,14 @@ def run(config: SweepConfig, run_dir: str | Path, *, replica: str = REPLICA) -> 
         reach("driver.planned")
         progress.event("started", found=entered.state, new_cells=entered.new_cells, command=_command())
         return Driver(config, root, progress, lease, replica).run()
-    except (Held, ConfigError, folder.RunRefused, LedgerError) as error:
-        progress.complain(f"refused: {error}")
+    except (Held, folder.RunRefused, LedgerError) as error:
+        progress.complain(f"sweeps: refused: {error}")
         return 5
     except OSError as error:
-        progress.complain(f"error: {error}")
+        progress.complain(f"sweeps: {error}")
         return 5 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 1
     except InterlensError as error:
-        progress.complain(f"error: {error}")
+        progress.complain(f"sweeps: {error}")
         progress.event("error", error=str(error))
         return 1
     except Exception as error:

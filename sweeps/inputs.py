@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import store
+from . import shapes, store
 from .config import ConfigError, ParticipantConfig, SweepConfig
 from .grid import applied, full_path
 from .places import Remote, place
@@ -98,6 +98,25 @@ def hashes(config: SweepConfig) -> dict[str, str]:
     return found
 
 
+def check_widths(configs: Iterable[SweepConfig]) -> None:
+    """ConfigError for a direction that exists but has another width than the site it is put into."""
+    checked = set()
+    for config in configs:
+        for edit in config.intervention:
+            source = parse_direction(edit.direction or "")
+            sizes = {shapes.of(config, config.scenario.participants[name].model) for name in edit.participants}
+            widths = {shape.site_width(edit.site) for shape in sizes if shape is not None} - {0}
+            if source.kind == "random" or not widths or (edit.direction, *widths) in checked:
+                continue
+            checked.add((edit.direction, *widths))
+            if not source.file.is_file():
+                continue
+            found = _read(source, edit.direction or "").numel()
+            if widths != {found}:
+                given = " and ".join(map(str, sorted(widths)))
+                raise ConfigError(f"direction {edit.direction!r} has {found} values, {edit.site} there has {given}")
+
+
 def _kept(config: SweepConfig, text: str) -> str:
     """The hash under which the run folder has its own copy of a source, or nothing."""
     root = place(config.run.dir)
@@ -160,17 +179,22 @@ def _read(source: Direction, text: str) -> Any:
     if source.kind == "run" and not _place(source.path).is_dir():
         raise ConfigError(f"direction {text!r}: no run folder {source.path!r}; run that sweep first, or name another")
     if not source.file.is_file():
-        raise ConfigError(
-            f"direction {text!r}: there is no {str(source.file)!r}; does that run have a directions aggregate?"
-        )
+        todo = "does that run have a directions aggregate?" if source.kind == "run" else "give the path of a file"
+        raise ConfigError(f"direction {text!r}: there is no {str(source.file)!r}; {todo}")
     wanted = [f"{source.site}.{source.layer}", str(source.layer), "direction"]
     try:
         known = load(source.file.read_bytes())
         for name in wanted if source.kind == "file" else wanted[:1]:
             if name in known:
-                return known[name].reshape(-1)
+                return _usable(known[name].reshape(-1), text)
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"direction {text!r}: cannot read {str(source.file)!r}: {error}") from None
     raise ConfigError(
         f"direction {text!r}: no {wanted[0]!r} in {str(source.file)!r}; it has: {', '.join(sorted(known))}"
     )
+
+
+def _usable(tensor: Tensor, text: str) -> Tensor:
+    if not bool(tensor.isfinite().all()) or not bool(tensor.any()):
+        raise ConfigError(f"direction {text!r} is zero or has values that are not finite; it cannot steer")
+    return tensor

@@ -6,9 +6,11 @@ import datetime
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from .config import ConfigError
 
@@ -28,9 +30,15 @@ def find(source: str) -> Path:
     raise ConfigError(f"scenario.items: no file {source!r} here; shipped: {', '.join(shipped)}; or give a path")
 
 
-def check(source: Any) -> None:
-    """ConfigError unless there is at least one row and the first can be read."""
-    if next(iter(read(source)), None) is None:
+def check(source: Any, texts: Iterable[tuple[str, str]] = ()) -> None:
+    """ConfigError unless there are rows, each can be read, and each has the columns of `texts` (where, text)."""
+    used = [(where, text) for where, text in texts if "{" in text or "}" in text]
+    empty = True
+    for row in read(source):
+        empty = False
+        for where, text in used:
+            fill(text, row, where)
+    if empty:
         raise ConfigError(f"scenario.items: {source!r} holds no rows; a sweep needs at least one item")
 
 
@@ -62,23 +70,38 @@ def _rows(source: Any) -> Iterator[Any]:
         yield from source
         return
     path = find(source)
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as pq
+    read_file = _FILES.get(path.suffix, _lines)
+    try:
+        yield from read_file(path)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, yaml.YAMLError) as error:  # pyarrow's and decoding's are ValueErrors
+        raise ConfigError(f"scenario.items: cannot read {str(path)!r} ({' '.join(str(error).split())})") from None
 
-        for batch in pq.ParquetFile(path).iter_batches(4096):
+
+def _parquet(path: Path) -> Iterator[Any]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(4096):
             yield from batch.to_pylist()
-    elif path.suffix in (".yaml", ".yml"):
-        import yaml
 
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(loaded, list):
-            raise ConfigError(f"scenario.items: {str(path)!r} must hold a list of rows")
-        yield from loaded
-    else:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _parse(line, path, number)
+
+def _yaml(path: Path) -> Iterator[Any]:
+    loaded = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    if not isinstance(loaded, list):
+        raise ConfigError(f"scenario.items: {str(path)!r} must hold a list of rows")
+    yield from loaded
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield _parse(line, path, number)
+
+
+_FILES = {".parquet": _parquet, ".yaml": _yaml, ".yml": _yaml}
 
 
 def _parse(line: str, path: Path, number: int) -> Any:

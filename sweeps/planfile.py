@@ -48,8 +48,8 @@ def write(root: store.Root, part: int, axes: Sequence[AxisConfig], units: Iterab
     with (
         store.create(root, f"inputs/items-{part}.jsonl") as rows_out,
         store.create(root, f"plan/part-{part}.parquet") as out,
+        pq.ParquetWriter(out, columns, compression="zstd") as writer,
     ):
-        writer = pq.ParquetWriter(out, columns, compression="zstd")
         buffer: list[tuple] = []
         for unit in units:
             for item, row in unit.items.items():
@@ -63,7 +63,6 @@ def write(root: store.Root, part: int, axes: Sequence[AxisConfig], units: Iterab
                 buffer = buffer[ROWS:]
         if buffer:
             writer.write_table(_table(buffer, columns), row_group_size=ROWS)
-        writer.close()
     return count
 
 

@@ -11,6 +11,7 @@ In a configuration, `aggregate: {<name>: {kind: <kind>, ...options}}`; the kind 
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -121,6 +122,11 @@ def _build_one(name: str, options: dict[str, Any]) -> Sum | Fit:
         made = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"aggregate {name!r}: cannot import {path!r}: {error}") from error
+    try:
+        inspect.signature(made).bind(name, **options)
+    except TypeError as error:
+        known = ", ".join([*inspect.signature(made).parameters][1:]) or "none"
+        raise ValueError(f"aggregate {name!r} ({kind}): {error}; options: {known}") from None
     try:
         return made(name, **options)
     except (TypeError, ValueError) as error:

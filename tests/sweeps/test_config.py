@@ -53,6 +53,22 @@ def test_what_is_loaded_travels_as_plain_values():
     ([*BASE, "scenario.branch.seeds=[1,1]"], "names a seed twice"),
     ([*BASE, "scenario.participants.bob.top_p=1.5"], "must lie in (0, 1]"),
     ([*BASE, "scenario.analyzers=[os.system]"], "write module:function"),
+    ([*BASE, "scenario.analyzers=['nowhere.at_all:f']"], "cannot import 'nowhere.at_all:f'"),
+    ([*BASE, "scenario.analyzers=['sweeps.analyzers:nothing']"], "cannot import"),
+    ([*BASE, "scenario.branch.max_new_tokens=0"], "scenario.branch.max_new_tokens is 0; it must be at least 1"),
+    ([*BASE, "scenario.trunk.temperature=-1"], "scenario.trunk.temperature is -1.0; it must be at least 0"),
+    ([*BASE, "scenario.participants.bob.top_k=0"], "top_k is 0; it must be at least 1"),
+    ([*BASE, "scenario.participants.bob.temperature=inf"], "must be a finite number, got inf"),
+    ([*BASE, "grid.scenario.branch.temperature=[0.5,nan]"], "must be a finite number, got nan"),
+    ([*BASE, "scenario.branch.seeds=[99999999999999999999]"], "is no seed"),
+    ([*BASE, "scenario.opening='About {topc}'"], "no column {topc} in item 'a'; it has: id, topic"),
+    ([*BASE, "grid.framing={a: '{mood}'}"], "no column {mood} in item 'a'"),
+    ([*BASE, "grid.framing={a: x, b: x}"], "two points of the grid are the same cells: framing='a' and framing='b'"),
+    ([*BASE, "grid.scenario.branch.temperature=[1,1.0]"], "two points of the grid are the same cells"),
+    ([*BASE, "run.max_failures=-1"], "run.max_failures"),
+    (["experiment=enthusiasm", "capture.0.turns=[2]"], "no turn 2; scenario.branch has 2, counted from 0"),
+    (["experiment=enthusiasm", "capture.0.participants=[bob,bob]"], "names one twice"),
+    ([*BASE, "aggregate=outcomes", "aggregate.outcomes.axs=x"], "options: axis"),
     ([*BASE, "grid.framing=[]"], "has no values"),
     ([*BASE, "grid.cluster.replicas=[1,2]"], "nothing there can make another cell"),
     ([*BASE, "grid.trunk.seeds=[1,2]"], "seeds are no axis"),
@@ -171,3 +187,22 @@ def test_a_jobs_name_follows_its_content():
     one = job_hash(["++intervention.coef=4", "scenario=a", "run.dir=x", "cluster.replicas=2"])
     assert one == job_hash(["scenario=a", "intervention.coef=4", "cluster=gpu", "report.transcripts=3"])
     assert one != job_hash(["scenario=a", "intervention.coef=8"])
+
+
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("late.jsonl", b'{"id": "a"}\n{"id": "b"}\n{oops\n', "line 3 of .* is no JSON"),
+    ("twins.jsonl", b'{"id": "a"}\n{"id": "b"}\n{"id": "a"}\n', "rows 0 and 2 of .* share the id 'a'"),
+    ("latin.jsonl", b'{"id": "caf\xe9"}\n', "cannot read .*latin.jsonl' .*utf-8"),
+    ("open.yaml", b"- {id: a, topic: [\n", "cannot read .*open.yaml"),
+    ("cut.parquet", b"hello", "cannot read .*cut.parquet"),
+])  # fmt: skip
+def test_every_row_is_read_before_anything_starts(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=said) as caught:
+        load(["scenario=topics", f"scenario.items={tmp_path / name}", "scenario.opening=null"])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_content(tmp_path):
+    (tmp_path / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"id": "a", "topic": "x"}\n')
+    assert list(items.read(str(tmp_path / "marked.jsonl"))) == [{"id": "a", "topic": "x"}]

@@ -90,3 +90,16 @@ def test_an_adapter_is_its_content(tmp_path):
         (tmp_path / name / "adapter_config.json").write_text("{}")
         (tmp_path / name / "adapter_model.safetensors").write_bytes(data)
     assert adapted("one") == adapted("copy") and not adapted("one") & adapted("two")
+
+
+@pytest.mark.parametrize(("values", "said"), [
+    (torch.ones(7), "has 7 values, residual there has 8"),
+    (torch.zeros(8), "cannot steer"),
+    (torch.full((8,), float("nan")), "cannot steer"),
+])  # fmt: skip
+def test_a_direction_that_cannot_steer_is_refused_before_a_run(tmp_path, values, said):
+    save_file({"1": values}, tmp_path / "d.safetensors")
+    with pytest.raises(ConfigError, match=said):
+        steered(tmp_path, f"file:{tmp_path}/d.safetensors:1")
+    with pytest.raises(ConfigError, match=said):
+        steered(tmp_path, "random:1", grid={"intervention.direction": ["random:1", f"file:{tmp_path}/d.safetensors:1"]})
