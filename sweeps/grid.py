@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -70,6 +71,8 @@ def _axis(path: str, value: Any) -> AxisConfig:
         raise ConfigError(f"grid.{path} has no values; give a list or a map of named values, or leave the axis out")
     if any(isinstance(label, (Mapping, list, tuple)) for label in labels):
         raise ConfigError(f"grid.{path}: values that are lists or maps need names; write {{name: value, ...}}")
+    if unusable := [v for v in values if isinstance(v, float) and not math.isfinite(v)]:
+        raise ConfigError(f"grid.{path} must hold finite numbers, got {unusable[0]}")
     if not full_path(path).startswith(ACTS):
         raise ConfigError(
             f"grid.{path}: nothing there can make another cell{did_you_mean(path, ('framing', 'trunk.<key>', *ACTS))}"

@@ -59,7 +59,7 @@ def test_what_is_loaded_travels_as_plain_values():
     ([*BASE, "scenario.trunk.temperature=-1"], "scenario.trunk.temperature is -1.0; it must be at least 0"),
     ([*BASE, "scenario.participants.bob.top_k=0"], "top_k is 0; it must be at least 1"),
     ([*BASE, "scenario.participants.bob.temperature=inf"], "must be a finite number, got inf"),
-    ([*BASE, "grid.scenario.branch.temperature=[0.5,nan]"], "must be a finite number, got nan"),
+    ([*BASE, "grid.scenario.branch.temperature=[0.5,nan]"], "must hold finite numbers, got nan"),
     ([*BASE, "scenario.branch.seeds=[99999999999999999999]"], "is no seed"),
     ([*BASE, "scenario.opening='About {topc}'"], "no column {topc} in item 'a'; it has: id, topic"),
     ([*BASE, "grid.framing={a: '{mood}'}"], "no column {mood} in item 'a'"),

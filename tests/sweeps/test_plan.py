@@ -60,7 +60,7 @@ def test_ids_do_not_follow_what_changes_no_text(tmp_path):
     assert base == ids(talk.config(tmp_path, run={"dir": "elsewhere"}, cluster={"replicas": 7, "rows": 3}))
     assert base == ids(talk.config(tmp_path, aggregate={"outcomes": {}}, report={"transcripts": 3}))
     assert base == ids(talk.config(tmp_path, grid={"framing": {"hot": "Be warm.", "icy": "Be cold."}})), "labels"
-    assert base == ids(talk.config(tmp_path, scenario=scenario(analyzers=["a:b"])))
+    assert base == ids(talk.config(tmp_path, scenario=scenario(analyzers=["sweeps.analyzers:enthusiasm"])))
     written_out = {"alice": {"model": "tiny", "temperature": 0.8}, "bob": {"model": "tiny", "max_new_tokens": 8.0}}
     assert base == ids(talk.config(tmp_path, scenario=scenario(participants=written_out)))
 
@@ -87,12 +87,11 @@ def test_numbers_are_canonical_and_json_is(tmp_path):
 
 
 def test_two_cells_with_one_id_are_an_error_naming_both(tmp_path):
-    config = talk.config(tmp_path, intervention=STEER, grid={"intervention.coef": {"six": 6, "zero": 0, "float": 6.0}})
+    coefs = {"intervention.coef": {"six": 6, "zero": 0, "float": 6.0}}
     with pytest.raises(ConfigError, match=r"intervention.coef='six' and intervention.coef='float'"):
-        list(expand(config))
-    twice = talk.config(tmp_path, scenario=scenario(items=[{"id": "a", "topic": "x"}, {"id": "a", "topic": "y"}]))
+        talk.config(tmp_path, intervention=STEER, grid=coefs)
     with pytest.raises(ConfigError, match="rows 0 and 1 of the configuration share the id 'a'"):
-        list(expand(twice))
+        talk.config(tmp_path, scenario=scenario(items=[{"id": "a", "topic": "x"}, {"id": "a", "topic": "y"}]))
 
 
 def test_a_point_is_its_values_however_it_was_reached(tmp_path):
