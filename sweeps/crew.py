@@ -129,9 +129,8 @@ class Crew:
                 f"the last one: {_last_line(self.last_error)}"
             )
         if self.failed_loads >= MAX_FAILED_LOADS:
-            return (
-                f"{self.failed_loads} replicas could not load, and none could; the last one: {_last_line(self.last_error)}"
-            )
+            why = _last_line(self.last_error)
+            return f"{self.failed_loads} replicas could not load, and none could; the last one: {why}"
         if any(m.state != "asked" for m in self.members.values()):
             self._alone_since = self._clock()
         elif self._clock() - self._alone_since > self.cluster.load_s:
