@@ -11,7 +11,6 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 
-import gc
 import sys
 
 import pytest
@@ -26,30 +25,44 @@ def few_threads():
     yield
 
 
-@pytest.fixture(autouse=True)
-def no_hook_left_behind():
-    """Fails a test after which a module still carries a forward hook that was registered during it."""
+@pytest.fixture(scope="session", autouse=True)
+def hooks_are_noted():
+    """Every hook that torch hands a handle for is noted, so that what is left of them can be asked cheaply."""
     from torch.utils.hooks import RemovableHandle
 
-    first = RemovableHandle.next_id
+    plain = RemovableHandle.__init__
+
+    def noting(self, hooks_dict, **options):
+        plain(self, hooks_dict, **options)
+        NOTED.append((self.hooks_dict_ref, self.id))
+
+    RemovableHandle.__init__ = noting
     yield
-    if RemovableHandle.next_id > first and (left := hooks_since(first)):
+    RemovableHandle.__init__ = plain
+
+
+@pytest.fixture(autouse=True)
+def no_hook_left_behind(hooks_are_noted):
+    """Fails a test after which a live module still carries a hook that was registered during it."""
+    NOTED.clear()
+    yield
+    if left := hooks_left():
         pytest.fail(f"hooks left behind: {', '.join(left)}", pytrace=False)
 
 
-def hooks_since(first_id: int) -> list[str]:
-    """Forward (pre-)hooks with a handle id of `first_id` or later on live modules; transformers keeps its own."""
-    from torch import nn
+NOTED: list = []
+"""(weak reference to a module's hooks, handle id) of every hook registered since the test began."""
 
-    live = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
-    found = []
-    for module in live:
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for handle_id, hook in hooks.items():
-                home = getattr(getattr(hook, "func", hook), "__module__", "") or ""
-                if handle_id >= first_id and not home.startswith(("transformers.", "accelerate.")):
-                    found.append(f"{getattr(hook, '__qualname__', hook)} on {type(module).__name__}")
-    return found
+
+def hooks_left() -> list[str]:
+    """Noted hooks that are still there; what transformers and accelerate keep on a model is their business."""
+    left = []
+    for reference, handle_id in NOTED:
+        hook = (reference() or {}).get(handle_id)
+        home = getattr(getattr(hook, "func", hook), "__module__", "") or ""
+        if hook is not None and not home.startswith(("transformers.", "accelerate.")):
+            left.append(getattr(hook, "__qualname__", repr(hook)))
+    return left
 
 
 @pytest.fixture(scope="session")
