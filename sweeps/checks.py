@@ -249,6 +249,11 @@ def _site(site: str, where: str) -> str:
 
 
 def _capture(config: SweepConfig, c: CaptureConfig, where: str) -> CaptureConfig:
+    if c.max_norm is not None:
+        raise ConfigError(
+            f"{where}.max_norm: {c.max_norm} would not be applied at capture; possible: null. Capture without a pool and "
+            "give the aggregate max_norm instead"
+        )
     who = _participants(config, c.participants, where)
     if not c.sites:
         raise ConfigError(f"{where}.sites is empty; name at least one, as in [residual]")

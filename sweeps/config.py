@@ -133,6 +133,7 @@ class CaptureConfig:
     """branch | trunk | all | indices of the branch's generated turns."""
     special: str = "drop"
     max_norm: float | None = None
+    """Not applied at capture, so anything but null is refused: filter in an aggregate (`max_norm:` there)."""
     source: str = "run"
 
 

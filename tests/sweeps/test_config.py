@@ -102,6 +102,11 @@ def test_defaults_are_written_out(tmp_path):
     assert aliased.capture[0].sites == ("residual",)
 
 
+def test_a_norm_filter_at_capture_is_refused_not_ignored(tmp_path):
+    with pytest.raises(ConfigError, match="would not be applied at capture"):
+        talk.config(tmp_path, capture={"participants": ["bob"], "max_norm": 300.0})
+
+
 def test_axes_in_every_form(tmp_path):
     steer = {"kind": "steer", "participants": ["bob"], "direction": "random:1", "layers": [1]}
     grid = {
