@@ -136,7 +136,10 @@ class Driver:
 
     def _run_units(self) -> None:
         config, cluster = _for_actors(self.config), self.config.cluster
-        with executors.opened(config, str(self.root), cluster, self._replica) as executor:
+        with (
+            executors.opened(config, str(self.root), cluster, self._replica) as executor,
+            _signals(self._on_signal),  # once more: connecting to Ray installs handlers of its own
+        ):
             reach("driver.connected")
             crew = Crew(executor, cluster)
             try:
@@ -392,6 +395,7 @@ class Driver:
     def _update_totals(self) -> None:
         snapshot, ledger = self.snapshot, self.ledger
         snapshot.cells, snapshot.held, snapshot.failed = ledger.num_cells, ledger.num_held, ledger.num_failed
+        snapshot.finished = 0
         snapshot.units_open, snapshot.elapsed_s = sum(ledger.open_by_cast().values()), time.monotonic() - self._started
 
 

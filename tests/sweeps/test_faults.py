@@ -213,6 +213,26 @@ def test_a_stop_hands_the_rest_over_and_the_same_command_continues(sweep, monkey
     assert sweep.settled()[1] == {}
 
 
+SIGNALLED = """
+import sys
+from sweeps import driver
+from tests.sweeps.fakes import config, items
+nodes = {"address": sys.argv[2], "replicas": 2, "resources": {"slot": 1}}
+settings = config(items(40), turns=1, seeds=1, unit_cells=20, executor="ray", cluster=nodes)
+sys.exit(driver.run(settings, sys.argv[1], replica="tests.sweeps.fakes:FakeReplica"))
+"""
+
+
+def test_sigterm_stops_a_driver_that_is_connected_to_ray(sweep, cluster):
+    command = [sys.executable, "-c", SIGNALLED, str(sweep.folder), cluster.address]
+    process = subprocess.Popen(command, env={**os.environ, "SWEEPS_FAKE_PAUSE_S": "0.3"})
+    sweep.wait_for("dispatched", 2)
+    time.sleep(1)
+    process.terminate()
+    assert process.wait(30) == 4
+    assert any(commit.children for commit in store.list_commits(sweep.folder))
+
+
 def test_runs_of_one_process_share_loaded_replicas(cluster, tmp_path):
     from sweeps import executors
 
