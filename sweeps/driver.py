@@ -63,6 +63,7 @@ def run(config: SweepConfig, run_dir: str | Path, *, replica: str = REPLICA) -> 
     progress = Progress(root, config.run.progress, config.run.interval_s)
     lease = Lease(root, say=progress.say)
     try:
+        folder.check_place(root)
         lease.acquire()
         reach("driver.leased")
         entered = folder.enter(config, root)

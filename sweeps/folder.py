@@ -52,7 +52,7 @@ def enter(config: SweepConfig, root: store.Root) -> Entered:
     root = place(root)
     if (root / "run.json").is_file():
         return _continue(config, root)
-    _check_empty(root)
+    check_place(root)
     _check_space(config, root)
     try:
         store.check_links(root)
@@ -82,7 +82,10 @@ def _check_space(config: SweepConfig, root: Path | Remote) -> None:
 OURS = {"plan", "inputs", "config-0.yaml", "_tmp", "_lease", "events.jsonl", "progress.json"}
 
 
-def _check_empty(root: Path | Remote) -> None:
+def check_place(root: Path | Remote) -> None:
+    """RunRefused for a file, and for a folder that holds anything but a run."""
+    if (root / "run.json").is_file():
+        return
     foreign = sorted(p.name for p in root.iterdir() if p.name not in OURS) if root.is_dir() else []
     if root.exists() and not root.is_dir():
         raise RunRefused(f"run.dir {str(root)!r} is a file; name a folder")

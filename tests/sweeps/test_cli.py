@@ -97,6 +97,9 @@ def test_an_own_folder_that_is_something_else_is_refused(capsys):
     Path("thesis/chapter.txt").write_text("mine")
     assert main(["run", *SCRIPTED, "run.dir=thesis"]) == 5
     assert "not empty" in capsys.readouterr().err and Path("thesis/chapter.txt").read_text() == "mine"
+    assert [p.name for p in Path("thesis").iterdir()] == ["chapter.txt"], "nothing of ours is left there"
+    assert main(["run", *SCRIPTED, "run.dir=thesis/chapter.txt"]) == 5
+    assert "is a file; name a folder" in capsys.readouterr().err
 
 
 @pytest.mark.slow
