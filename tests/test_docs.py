@@ -23,11 +23,6 @@ def test_the_index_of_examples_names_each_of_them():
     assert [path.name for path in (ROOT / "examples").glob("*.py") if f"({path.name})" not in index] == []
 
 
-def test_every_page_of_docs_is_linked_from_the_readme():
-    readme = (ROOT / "README.md").read_text()
-    assert [path.name for path in (ROOT / "docs").glob("*.md") if f"(docs/{path.name})" not in readme] == []
-
-
 def test_design_names_only_what_is_there():
     """The table of where things are: every word in its first column is a module or a folder."""
     text = (ROOT / "docs" / "design.md").read_text()
