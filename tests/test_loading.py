@@ -337,3 +337,21 @@ def test_the_engine_runs_adapters_row_by_row(folder, tmp_path):
     together = [reply.tokens for reply in Engine(one.model).run(requests)]
     alone = [Engine(one.model).run([request])[0].tokens for request in requests]
     assert together == alone and len(set(together)) == 3
+
+
+def test_embedded_and_local_models_touch_no_network(folder):
+    """With the hub allowed and every connection refused, loading works and none was tried."""
+    code = (
+        "import socket, sys\n"
+        "tried = []\n"
+        "def refuse(self, address):\n"
+        "    tried.append(address)\n"
+        "    raise OSError('no network')\n"
+        "socket.socket.connect = refuse\n"
+        "from interlens.loading import load\n"
+        "load('smollm2', device='cpu'), load(sys.argv[1], device='cpu')\n"
+        "print(tried)"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0"}
+    ran = subprocess.run([sys.executable, "-c", code, folder], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0 and ran.stdout.strip() == "[]", ran.stdout + ran.stderr
