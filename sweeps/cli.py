@@ -22,7 +22,8 @@ _WORST_FIRST = (ERROR, REFUSED, FAILED_CELLS, COMPLETE)
 USAGE = """sweeps <command> ...
 
   plan   [key=value ...]   how large a sweep would be: cells, units, tokens, bytes; loads no model
-                           (--measure runs one unit and says how long the whole would take)
+                           (--measure runs one unit and says how long the whole would take;
+                           --config-dir DIR finds experiments of your own, as with run)
   run    [key=value ...]   run it, or continue it; --help shows the configuration, -m runs several
   status DIR               what a run folder holds and how far it is
   report DIR               write the page of a run, DIR/report/index.html
@@ -80,9 +81,15 @@ def _plan(arguments: list[str]) -> int:
     from . import estimate
     from .config import load
 
-    config = load([a for a in arguments if a != "--measure"])
+    parser = argparse.ArgumentParser("sweeps plan", add_help=False, allow_abbrev=False)
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--config-dir", "-cd")
+    options, overrides = parser.parse_known_args(arguments)
+    if options.config_dir is not None:
+        overrides.append(f"hydra.searchpath=['file://{os.path.abspath(options.config_dir)}']")
+    config = load(overrides)
     print(estimate.describe(config))
-    if "--measure" in arguments:
+    if options.measure:
         print(estimate.extrapolate(config, estimate.measure(config)))
     return COMPLETE
 

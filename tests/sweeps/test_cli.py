@@ -29,6 +29,15 @@ def files(root="."):
     return sorted(str(p) for p in Path(root).rglob("*") if p.is_file())
 
 
+def test_plan_finds_experiments_of_ones_own(tmp_path, capsys):
+    mine = tmp_path / "mine" / "experiment"
+    mine.mkdir(parents=True)
+    (mine / "talk.yaml").write_text("# @package _global_\nscenario: {branch: {turns: 3}}\n")
+    assert main(["plan", "--config-dir", str(tmp_path / "mine"), "experiment=talk", *SCRIPTED[:3]]) == 0
+    assert "talk -> runs/talk" in capsys.readouterr().out
+    assert main(["plan", "experiment=talk", *SCRIPTED[:3]]) == 1
+
+
 def test_a_run_from_plan_to_report(capsys):
     arguments = [*SCRIPTED, "grid.framing={warm: w, cold: c}"]
     assert main(["plan", *arguments]) == 0
