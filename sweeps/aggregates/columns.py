@@ -7,6 +7,7 @@ also `label.<column>` of a user's table, joined by `cell` and, where it has one,
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..grid import conditions
 from ..places import place
+from .expressions import Expression
 
 if TYPE_CHECKING:
     from interlens.interp.activation_cache import ActivationRecord
@@ -91,6 +94,20 @@ def check_known(names: Iterable[str], axes: Sequence[str], source: str, labels: 
             raise ValueError(
                 f"no column {name!r} in {source!r}; there are: {', '.join(sorted(known))}, item.<column>{hint}"
             )
+
+
+def check_met(expression: Expression, grid: Sequence[Any], most: int = 10_000) -> None:
+    """ValueError for an expression over axes alone that none of the grid's (first `most`) conditions meets."""
+    axes = {axis.path: axis for axis in grid}
+    used = {short_names(list(axes)).get(name, name) for name in expression.names}
+    if not used or not used <= set(axes):
+        return
+    points = conditions(tuple(axes[path] for path in sorted(used)))
+    seen = list(itertools.islice(points, most + 1))
+    if len(seen) > most or any(expression(with_short_names(point)) for point in seen):
+        return
+    has = "; ".join(f"{path} has {', '.join(map(repr, axes[path].labels))}" for path in sorted(used))
+    raise ValueError(f"no condition of the grid meets {expression.source!r}: {has}")
 
 
 def axes_of(run: Any) -> list[str]:

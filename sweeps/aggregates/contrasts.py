@@ -7,7 +7,7 @@ from typing import Any
 
 from interlens.probes import cosine_map, evaluate, fit
 
-from .columns import check_known, read_labels
+from .columns import check_known, check_met, read_labels
 from .expressions import parse, parse_contrast
 from .places import Labelled, Question, labelled_places, places, tensor_names
 
@@ -56,8 +56,11 @@ class ContrastFit:
         axes = [axis.path for axis in config.grid]
         check_known(self.contrast.names, axes, self.contrast.source, self.labels is not None)
         check_known([self.split], axes, f"split: {self.split}", self.labels is not None)
+        for side in (self.contrast.positive, self.contrast.negative):
+            check_met(side, config.grid)
         if self.where is not None:
             check_known(self.where.names, axes, self.where.source, self.labels is not None)
+            check_met(self.where, config.grid)
         if self.labels is not None:
             read_labels(self.labels)
         if self.split in FINER_THAN_TRUNK:

@@ -107,6 +107,16 @@ def test_a_norm_filter_at_capture_is_refused_not_ignored(tmp_path):
         talk.config(tmp_path, capture={"participants": ["bob"], "max_norm": 300.0})
 
 
+def test_a_contrast_that_no_condition_meets_is_refused(tmp_path):
+    grid = {"framing": {"warm": "w", "cold": "c"}}
+    capture = {"participants": ["bob"], "pool": "mean"}
+    for contrast in ("framing == 'warm' vs framing == 'clod'", "framing == 'Warm' vs framing == 'cold'"):
+        with pytest.raises(ValueError, match=r"no condition of the grid meets .* framing has 'warm', 'cold'"):
+            talk.config(tmp_path, grid=grid, capture=capture, aggregate={"directions": {"contrast": contrast}})
+    fine = {"directions": {"contrast": "framing != 'cold' vs framing == 'cold'"}}
+    assert talk.config(tmp_path, grid=grid, capture=capture, aggregate=fine).aggregate
+
+
 def test_axes_in_every_form(tmp_path):
     steer = {"kind": "steer", "participants": ["bob"], "direction": "random:1", "layers": [1]}
     grid = {
