@@ -21,7 +21,7 @@ from .policies.stopping import StopCondition, condition
 from .policies.templating import fill, needs_row
 from .policies.visibility import ReasoningVisibility
 from .transcript import Transcript
-from .turns import Capturing, TurnOptions, Work, fit, take
+from .turns import Capturing, TurnOptions, Work, check_sites, fit, take
 
 if TYPE_CHECKING:
     from .interp.activation_cache import ActivationCache
@@ -262,6 +262,7 @@ class Conversation:
 
     def add_capture(self, spec: Any, cache: ActivationCache, participants: Any = None) -> Capturing:
         """Record into `cache` from now on; `capture` is the block that also ends it."""
+        check_sites(spec)
         given = self.participants if participants is None else participants
         given = [self.participant(p) for p in ([given] if isinstance(given, (str, int, Participant)) else given)]
         cannot = [p.name for p in given if not p.capturable]

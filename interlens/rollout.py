@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .scheduler import Outcome, Scheduler, drive, finish
-from .turns import Steps, as_tuple
+from .turns import Steps, as_tuple, check_sites
 
 if TYPE_CHECKING:
     from .conversation import Conversation
@@ -114,6 +114,8 @@ def _begin_capture(conversation: Conversation, capture: Any) -> tuple[Activation
         return None, []
     from .interp.activation_cache import ActivationCache
 
+    for spec in specs:
+        check_sites(spec)  # all of them before the first is in force
     cache = ActivationCache(offload=specs[0].offload)
     return cache, [conversation.add_capture(spec, cache) for spec in specs]
 

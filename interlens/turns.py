@@ -160,8 +160,11 @@ def take(
 
 
 def refuse(speaker: Participant, options: TurnOptions) -> None:
-    """Raise UnsupportedIntervention where this participant cannot serve what is asked of it."""
+    """Raise UnsupportedIntervention where this participant cannot serve what is asked of it, UnknownSite for a site
+    that no record holds ("pattern")."""
     if speaker.capturable:
+        for spec in as_tuple(options.capture):
+            check_sites(spec)
         return
     asked = {
         "capture": as_tuple(options.capture), "steering": as_tuple(options.steering),
@@ -173,6 +176,14 @@ def refuse(speaker: Participant, options: TurnOptions) -> None:
             f"{', '.join(wanted)} asked of {speaker.name!r}, a {type(speaker).__name__}, whose inside cannot be "
             "reached; only local models can: drop it, or make this participant a ModelParticipant"
         )
+
+
+def check_sites(spec: CaptureSpec) -> None:
+    """UnknownSite for a site that no record holds: "pattern" is for `capture_activations`."""
+    from .interp.sites import canonical_site
+
+    for site in spec.sites:
+        canonical_site(site)
 
 
 def fit(conversation: Conversation, speaker: Participant, view: View, request: TurnRequest) -> Steps:

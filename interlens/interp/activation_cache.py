@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .select import Select
-from .sites import Site, canonical_site
+from .sites import PATTERN, Site, canonical_site
 
 __all__ = [
     "ANY", "ActivationCache", "ActivationRecord", "CaptureSpec", "OffloadLocation", "Phase", "Site", "offload_to_cpu",
@@ -73,6 +73,7 @@ class CaptureSpec:
 
     `source`: "run" takes the generation itself, interventions included; "clean" a fresh forward of the finished
     sequence without any. `offload`: "cpu", or None to stay on the device.
+    The site "pattern" is for `capture_activations` alone: engines and conversations refuse it.
     """
 
     sites: tuple[str, ...] = ("residual",)
@@ -88,7 +89,8 @@ class CaptureSpec:
         if not sites:
             raise ValueError("CaptureSpec names no site; give at least one")
         for site in sites:
-            canonical_site(site)
+            if site != PATTERN:
+                canonical_site(site)
         if self.pool not in POOLS:
             raise ValueError(f"no pool {self.pool!r}; possible: None, 'mean', 'last', 'max'")
         if self.source not in ("run", "clean"):

@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from ..errors import UnknownSite, UnsupportedIntervention
-from .activation_cache import offload_to_cpu
+from .activation_cache import OffloadLocation, offload_to_cpu
 from .capture import pack
 from .sites import Locator, num_layers, text_config
 
@@ -29,8 +29,10 @@ def attention_patterns(
     input_ids: Int[Tensor, "row token"],
     layers: Sequence[int] | int | None = None,
     attention_mask: Tensor | None = None,
+    offload: OffloadLocation = "cpu",
 ) -> list[AttentionPattern]:
-    """Attention weights after the softmax, by layer, from one no-grad forward; on the CPU.
+    """Attention weights after the softmax, by layer, from one no-grad forward; on the CPU, or where they
+    were formed with `offload=None`.
 
     Needs the eager attention backend, which materialises them: load with `attention="eager"` or call
     `model.set_attn_implementation("eager")`; UnsupportedIntervention otherwise. UnknownSite for a layer that does not
@@ -44,8 +46,11 @@ def attention_patterns(
         )
     have, count = _attending(model), num_layers(model)
     wanted = have if layers is None else [layers] if isinstance(layers, int) else list(layers)
+    if not wanted:
+        raise UnknownSite("no layer given; give at least one, or None for all")
     for layer in wanted:
-        if not -count <= layer < count or layer % count not in have:
+        exists = isinstance(layer, int) and not isinstance(layer, bool) and -count <= layer < count
+        if not exists or layer % count not in have:
             raise UnknownSite(
                 f"layer {layer} has no attention pattern; layers that have one: {', '.join(map(str, have))}"
             )
@@ -59,7 +64,8 @@ def attention_patterns(
     result = []
     for layer in dict.fromkeys(layer % count for layer in wanted):
         pattern = found[have.index(layer)]
-        parts = offload_to_cpu([pattern[row, :, :n, :n] for row, n in enumerate(lengths)])
+        cut = [pattern[row, :, :n, :n] for row, n in enumerate(lengths)]
+        parts = offload_to_cpu(cut) if offload == "cpu" else [part.clone() for part in cut]
         if attention_mask is not None:
             result.append(AttentionPattern(layer, parts))
         else:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from .activation_cache import CaptureSpec, offload_to_cpu
 from .hooks import attached
 from .pooling import pool_rows
-from .select import TokenSequence
-from .sites import require_site, resolve_layers, unwrap
+from .select import Select, TokenSequence
+from .sites import PATTERN, require_site, resolve_layers, unwrap
 
 
 class CapturedSite(NamedTuple):
@@ -22,7 +22,8 @@ class CapturedSite(NamedTuple):
     layer: int
     site: str
     tensor: Tensor | list[Tensor]
-    """[S, W] for one row, [B, S, W] for several, a list of [S_i, W] where a mask was given."""
+    """[S, W] for one row, [B, S, W] for several, a list of [S_i, W] where a mask was given; of the site "pattern"
+    [H, S, S], [B, H, S, S], a list of [H, S_i, S_i]."""
 
 
 def pack(input_ids: Int[Tensor, "row token"], attention_mask: Tensor | None) -> tuple[Tensor, list[int]]:
@@ -61,14 +62,18 @@ def capture_activations(
 
     `spec.tokens` sees the whole row as prompt (selections that need a conversation match nothing and are refused), and
     with `spec.pool` each row's tensor is [1, W] float32. UnknownSite or ValueError before the forward.
+
+    The site "pattern" (attention weights, see `attention_patterns`) takes a forward of its own, whole rows (ValueError
+    with `tokens` or `pool`), and the eager attention backend (else UnsupportedIntervention, before any forward).
     """
     input_ids = input_ids[None] if input_ids.dim() == 1 else input_ids
     ids, lengths = pack(input_ids, attention_mask)
     rows = [_selected_rows(spec, length) for length in lengths]
+    names = [site for site in spec.sites if site != PATTERN]
     wanted = [
-        (layer, require_site(model, site)) for site in spec.sites for layer in resolve_layers(model, spec.layers, site)
+        (layer, require_site(model, site)) for site in names for layer in resolve_layers(model, spec.layers, site)
     ]
-    order = {require_site(model, site): rank for rank, site in enumerate(spec.sites)}
+    order = {site if site == PATTERN else require_site(model, site): rank for rank, site in enumerate(spec.sites)}
     keys = sorted(dict.fromkeys(wanted), key=lambda key: (key[0], order[key[1]]))
     kept: dict[tuple[int, str], list[Tensor]] = {}
 
@@ -79,6 +84,9 @@ def capture_activations(
 
         return tap
 
+    patterns = _patterns(model, input_ids, spec, attention_mask) if PATTERN in spec.sites else []
+    if not keys:
+        return patterns
     with torch.no_grad(), attached(model, {key: keep(key) for key in keys}):
         run_forward(model, ids.to(next(model.parameters()).device), logits=any(site == "logits" for _, site in keys))
     flat = [part for key in keys for part in kept[key]]
@@ -91,7 +99,21 @@ def capture_activations(
         else:
             tensor = parts[0] if len(parts) == 1 else torch.stack(parts)
         result.append(CapturedSite(layer, site, tensor))
-    return result
+    return sorted(result + patterns, key=lambda captured: (captured.layer, order[captured.site]))
+
+
+def _patterns(
+    model: nn.Module, input_ids: Tensor, spec: CaptureSpec, attention_mask: Tensor | None
+) -> list[CapturedSite]:
+    from .attention import attention_patterns
+
+    if spec.tokens != Select.all() or spec.pool:
+        raise ValueError(
+            f"the site 'pattern' is [heads, S, S] of whole rows, tokens={spec.tokens} and pool={spec.pool!r} do not apply "
+            "to it; capture it with a CaptureSpec of its own without them, and index the result"
+        )
+    found = attention_patterns(model, input_ids, spec.layers, attention_mask, spec.offload)
+    return sorted((CapturedSite(layer, PATTERN, pattern) for layer, pattern in found), key=lambda at: at.layer)
 
 
 def _selected_rows(spec: CaptureSpec, length: int) -> Tensor:

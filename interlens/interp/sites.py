@@ -38,6 +38,8 @@ SITES: dict[str, str] = {
     "final_norm": "output of the final norm",
     "logits": "the model's logits",
 }
+PATTERN = "pattern"
+"""What heads attend to, [heads, S, S]: no [tokens, width] as every site is, so only `capture_activations` reads it."""
 ROOT_SITES = ("embed", "final_norm", "logits")
 _STREAM_SITES = ("resid_pre", "resid_mid", "residual", "attn", "mlp", "expert_mix", "shared_expert", "final_norm")
 _ALIASES = {
@@ -77,6 +79,12 @@ def split_name(name: str) -> tuple[str, int | None]:
     if match := _BLOCK.fullmatch(str(name)):
         layer, rest = int(match[1]), match[2]
     site = _ALIASES.get(rest, rest)
+    if site in (PATTERN, "attn.hook_pattern"):
+        raise UnknownSite(
+            f"the site {name!r} is [heads, S, S], not [tokens, width]: no engine, conversation, record or hook holds it, "
+            "and nothing edits it; read it with capture_activations(model, input_ids, CaptureSpec(sites=('pattern',))) "
+            "on a model with attention='eager'"
+        )
     if site not in SITES:
         raise UnknownSite(
             f"no site {name!r}; sites: {', '.join(SITES)}; also TransformerLens names (blocks.0.hook_resid_post)"
@@ -339,4 +347,5 @@ def describe(model: nn.Module) -> str:
         whole = "model" if site == "logits" else "layer"
         where = f"{'input of' if point.end == 'in' else 'output of'} {point.path or whole}"
         lines.append(f"{site:<14}{shown:<12}{site_width(model, site, have[0]):<8}{where:<42}{SITES[site]}")
+    lines.append(f"{PATTERN}: [heads, S, S], asked for by name in capture_activations, with attention='eager' only")
     return "\n".join(lines)
