@@ -2,12 +2,20 @@
 """What every test stands on: no hub, one thread, the embedded model, and no hook left behind."""
 
 import os
+import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HYDRA_FULL_ERROR"] = "1"
 os.environ["RAY_DEDUP_LOGS"] = "0"
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+if "RAY_AUTH_TOKEN" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+    # one token for every cluster of the session, in a folder of its own: a process reads it once and keeps it
+    _secrets = tempfile.TemporaryDirectory(prefix="ray-token-")
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN_PATH"] = os.path.join(_secrets.name, "token")
+    with open(os.environ["RAY_AUTH_TOKEN_PATH"], "w") as _token:
+        _token.write(os.urandom(32).hex())
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 

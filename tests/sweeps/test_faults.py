@@ -26,15 +26,11 @@ FAKE = "tests.sweeps.fakes:FakeReplica"
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster():
     """A head without room for replicas, and two nodes with a slot each, standing in for two machines with a GPU."""
     os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 (as Ray spells it)
-    os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ["RAY_AUTH_TOKEN_PATH"] = str(tmp_path_factory.mktemp("auth") / "token")
     from ray.cluster_utils import Cluster
 
-    with open(os.environ["RAY_AUTH_TOKEN_PATH"], "w") as out:
-        out.write(os.urandom(32).hex())
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100_000_000}
     made = Cluster(initialize_head=True, head_node_args=head)
     made.workers = [add_node(made), add_node(made)]
