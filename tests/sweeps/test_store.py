@@ -295,12 +295,12 @@ def test_a_bad_outcome_fails_its_cell_alone(tmp_path, monkeypatch):
     from sweeps.cli import main
     from tests.sweeps.test_cli import SCRIPTED
 
-    (tmp_path / "odd.py").write_text(
+    (tmp_path / "odd_outcome.py").write_text(
         "def odd(conversation):\n    return {'x': [] if conversation.row['id'] == 'a' else 1.5}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert main(["run", *SCRIPTED, "scenario.analyzers=['odd:odd']"]) == 3
+    assert main(["run", *SCRIPTED, "scenario.analyzers=['odd_outcome:odd']"]) == 3
     run = sweeps.open("runs/sweep")
     assert run.counts == {"done": 2, "failed": 2, "pending": 0} and len(list(run.commits())) == 1
     assert "possible: numbers and strings" in run.table("failures")["error"][0].as_py()
