@@ -8,7 +8,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install --quiet --constraint con
 SETUP := .venv/.installed
 
 help:
-	@echo "make demo    two sweeps on the embedded model, from config to findings (about 5 minutes after set-up)"
+	@echo "make demo    two sweeps on the embedded model, from config to findings (3 to 5 minutes after set-up)"
 	@echo "make test    lint, types and tests"
 	@echo "make format  put the code in the form that lint wants"
 	@echo "make bench   speed of the engine against plain transformers, both measured in one run"
