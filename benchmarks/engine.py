@@ -167,7 +167,7 @@ def ragged(bench: Bench) -> dict:
     def waves() -> float:
         return sum(bench.generate([prompt] * 32, max(lengths[i : i + 32])) for i in range(0, 96, 32))
 
-    ours, theirs = interleaved(1, lambda: bench.run(bench.requests(96, lengths, prompt=prompt), reuse=False)[0], waves)
+    ours, theirs = interleaved(3, lambda: bench.run(bench.requests(96, lengths, prompt=prompt), reuse=False)[0], waves)
     return {"ratio": median(theirs) / median(ours), "tokens": sum(lengths), "seconds": median(ours)}
 
 
@@ -211,7 +211,7 @@ def continuous_batching(bench: Bench) -> dict:
             print(f"  {tuning}: {error}")
     chosen = json.loads(min(best, key=lambda key: best[key]))
     ours = [bench.run(bench.requests(96, lengths, prompt=prompt, temperature=0), reuse=False)[0] for _ in range(3)]
-    others = [theirs(**chosen), best[json.dumps(chosen)]]
+    others = [theirs(**chosen) for _ in range(2)] + [best[json.dumps(chosen)]]
     return {"ratio": median(others) / median(ours), "their tuning": chosen, "their seconds": median(others)}
 
 
