@@ -262,6 +262,7 @@ def _capture(config: SweepConfig, c: CaptureConfig, where: str) -> CaptureConfig
     one_of(f"{where}.pool", c.pool, POOLS)
     one_of(f"{where}.special", c.special, ("drop", "keep"))
     one_of(f"{where}.source", c.source, ("run", "clean"))
+    one_of(f"{where}.routing", c.routing, ("cell", "message"))
     _turns(c.turns, where)
     layers = None if c.layers is None else _layers(config, who, c.layers, sites[0], where)
     if layers == ():

@@ -135,6 +135,8 @@ class CaptureConfig:
     max_norm: float | None = None
     """Not applied at capture, so anything but null is refused: filter in an aggregate (`max_norm:` there)."""
     source: str = "run"
+    routing: str = field(default="cell", metadata={"later": True})
+    """For unpooled site `router`: the table `routing/` has a row per cell, or per message."""
 
 
 @dataclass(frozen=True, kw_only=True)

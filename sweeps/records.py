@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from interlens.interp.activation_cache import ActivationCache, ActivationRecord
     from interlens.interp.expert_load import RoutingStats
 
-FILTERS = ("cell", "trunk", "participant", "message_idx", "layer", "site", "model", "pool", "source")
+FILTERS = ("cell", "trunk", "participant", "message_idx", "layer", "site", "model", "pool", "selection", "source")
 
 
 class Records(ABC):
@@ -39,6 +39,17 @@ class Records(ABC):
     def plan_row(self, cell: str) -> dict[str, Any]:
         """What was planned."""
 
+    @property
+    @abstractmethod
+    def cells(self) -> pa.Table:
+        """One row per planned cell."""
+
+    @property
+    def planned_columns(self) -> tuple[str, ...]:
+        """Columns of `cells` that say what a cell is: item, seeds and axes."""
+        left = ("cell", "trunk", "unit", "cast", "owned", "state")
+        return tuple(name for name in self.cells.column_names if name not in left)
+
     @abstractmethod
     def joined(self, table: pa.Table) -> pa.Table:
         """A table with its cells' items, seeds and axes."""
@@ -50,8 +61,9 @@ class Records(ABC):
     def query(self, *, where: Any = None, **filters: Any) -> list[ActivationRecord]:
         """Records that match, in stored order, their tensors memory-mapped.
 
-        Filters: cell, trunk, participant, message_idx, layer, site, model, pool, source; a value, a list of values, or
-        None where None is a value (cell: the trunk's own; pool: unpooled). `where`: a pyarrow expression besides.
+        Filters: cell, trunk, participant, message_idx, layer, site, model, pool, selection, source; a value, a list of
+        values, or None where None is a value (cell: the trunk's own; pool: unpooled). `where`: a pyarrow expression
+        besides.
         """
         return [self._record(row) for row in self._index(where, filters).to_pylist()]
 
@@ -128,21 +140,27 @@ class Records(ABC):
         return tensors.open_file(place(self.full_path(file)))
 
     def routing_stats(self, *, where: Any = None, **filters: Any) -> RoutingStats:
-        """Routing of everything that matches, merged. Filters: columns of `routing`; `where`: a pyarrow expression.
+        """Routing of everything that matches, merged. Filters: columns of `routing`, item, seeds and axes
+        (`framing="warm"`); `where`: a pyarrow expression.
 
-        KeyError where nothing matches. Rows of one message and rows of whole cells are not mixed: without message_idx
-        only the latter count where there are any.
+        A trunk's own rows have cell None; filters by item, seeds or axes name cells, and so leave them out. KeyError
+        where nothing matches. Rows of one message and rows of whole cells are not mixed: without message_idx only the
+        latter count where there are any.
         """
         import torch
 
         from interlens.interp.expert_load import RoutingStats
 
-        expression = _expression(where, filters, tables.ROUTING.names)
+        if planned := {name: filters.pop(name) for name in list(filters) if name in self.planned_columns}:
+            filters["cell"] = self.cells.filter(_expression(None, planned, self.planned_columns))["cell"].to_pylist()
+        expression = _expression(where, filters, (*tables.ROUTING.names, *self.planned_columns))
         table = self.dataset("routing").to_table(filter=expression)
         whole = table.filter(pc.is_null(table["message_idx"]))
         table = whole if whole.num_rows and "message_idx" not in filters else table
         if not table.num_rows:
-            raise KeyError(f"no routing for {filters}; this run has {self.dataset('routing').count_rows()} rows")
+            raise KeyError(
+                f"no routing for {filters | planned}; this run has {self.dataset('routing').count_rows()} rows"
+            )
         layers = tuple(sorted(pc.unique(table["layer"]).to_pylist()))
         load, mass, tokens = [], [], set()
         for layer in layers:

@@ -9,7 +9,6 @@ unit commits what is complete and hands the rest to its child.
 from __future__ import annotations
 
 import errno
-import functools
 import importlib
 import threading
 import time
@@ -30,6 +29,7 @@ from .identity import cast_of
 from .places import place
 from .plan import Cell, Trunk, Unit, applied
 from .redact import redact
+from .routing import routing_rows
 from .units import part_of, unpack
 from .writer import UnitWriter
 
@@ -182,7 +182,7 @@ class UnitRun:
         conversation = setting.conversation("trunk", self.unit.items[trunk.item])
         conversation.key = (trunk.item, trunk.seed)
         records = yield from self._play(conversation, setting, "trunk")
-        return list(conversation.transcript), records
+        return list(conversation.transcript), records, _routing(conversation, setting, records)
 
     def _read_back(self, trunk: str) -> list[Any]:
         from . import run
@@ -208,7 +208,7 @@ class UnitRun:
         outcomes: dict[str, Any] = {}
         for analyze in _analyzers(setting.config.scenario.analyzers):
             outcomes.update(analyze(conversation))
-        return conversation, records, outcomes, len(trunk)
+        return conversation, records, outcomes, len(trunk), _routing(conversation, setting, records)
 
     def _play(self, conversation: Any, setting: Setting, part: Part) -> Steps:
         records: list[Any] = []
@@ -235,8 +235,8 @@ class UnitRun:
         trunk, cells = done.tag, self.by_trunk[done.tag.id]
         self.left_trunks.pop(trunk.id)
         if done.error is None:
-            messages, records = done.value
-            self.writer.add_trunk(trunk.id, messages, records)
+            messages, records, routing = done.value
+            self.writer.add_trunk(trunk.id, messages, records, routing)
             self._branch(cells, messages)
             return
         error = f"trunk {trunk.id} failed: {_short(done.error)}"
@@ -249,15 +249,16 @@ class UnitRun:
         if done.error is not None:
             self._fail(cell, _short(done.error), done.traceback or "")
             return
-        conversation, records, outcomes, start = done.value
+        conversation, records, outcomes, start, routing = done.value
         messages = list(conversation.transcript)
         result = CellResult(
             cell=cell, item_row=self.unit.items[cell.item], messages=messages, records=records, outcomes=outcomes,
-            num_trunk_messages=start, routing=functools.partial(_routing, conversation),
+            num_trunk_messages=start, routing=routing,
         )  # fmt: skip
         try:
             added = self._add_to_sums(result)
             self.writer.add_cell(cell, messages[start:], records, outcomes, start=start)
+            self.writer.add_routing(cell, routing)
         except OSError:
             raise
         except Exception as error:
@@ -340,11 +341,15 @@ def _analyzers(paths: tuple[str, ...]) -> Iterator[Any]:
         yield getattr(importlib.import_module(module), name)
 
 
-def _routing(conversation: Any, record: Any) -> Any:
-    """What the router of a record's participant decided (a sum may ask)."""
+def _routing(conversation: Any, setting: Setting, records: list[Any]) -> list[dict[str, Any]]:
+    """Rows of `routing` for the records of site `router`."""
     from interlens.interp.routing import routing_of
 
-    return routing_of(conversation.participant(record.participant).model, [record])[0]
+    def routed(record: Any) -> Any:
+        return routing_of(conversation.participant(record.participant).model, [record])[0]
+
+    per_message = any(capture.routing == "message" for capture in setting.config.capture)
+    return routing_rows(records, routed, per_message)
 
 
 def _short(error: BaseException) -> str:

@@ -48,9 +48,12 @@ class UnitWriter:
         self._trunks: dict[str, str] = {}
         reach("writer.opened")
 
-    def add_trunk(self, trunk: str, messages: Sequence[Message], records: Sequence[ActivationRecord] = ()) -> None:
+    def add_trunk(self, trunk: str, messages: Sequence[Message], records: Sequence[ActivationRecord] = (),
+                  routing: Iterable[Mapping[str, Any]] = ()) -> None:  # fmt: skip
         """The trunk's own messages, indices from 0 (the opening, where there is one, included)."""
-        self._add(self._trunks, trunk, {"trunk": trunk, "cell": None}, messages, records, 0)
+        who = {"trunk": trunk, "cell": None}
+        self._add(self._trunks, trunk, who, messages, records, 0)
+        self._add_routing(who, routing)
 
     def add_cell(self, cell: Cell, messages: Sequence[Message], records: Sequence[ActivationRecord] = (),
                  outcomes: Mapping[str, Any] | None = None, *, start: int = 0) -> None:  # fmt: skip
@@ -75,7 +78,10 @@ class UnitWriter:
     def add_routing(self, cell: Cell, found: Iterable[Mapping[str, Any]]) -> None:
         """Routing of a finished cell: rows with participant, message_idx (None: all), phase, layer, tokens, top_k,
         counts [E] and mass [E] or None."""
-        who = self._who({"trunk": cell.trunk, "cell": cell.id})
+        self._add_routing({"trunk": cell.trunk, "cell": cell.id}, found)
+
+    def _add_routing(self, who: Mapping[str, Any], found: Iterable[Mapping[str, Any]]) -> None:
+        who = self._who(who)
         for row in found:
             mass = None if row.get("mass") is None else np.asarray(row["mass"], np.float16).tolist()
             counts = np.asarray(row["counts"], np.int64).tolist()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -20,7 +20,6 @@ import numpy as np
 
 if TYPE_CHECKING:
     from interlens.interp.activation_cache import ActivationRecord
-    from interlens.interp.routing import RoutingCapture
     from interlens.message import Message
 
     from ..config import AggregateConfig, SweepConfig
@@ -44,8 +43,8 @@ class CellResult:
     outcomes: Mapping[str, Any] = field(default_factory=dict)
     num_trunk_messages: int = 0
     """`messages[num_trunk_messages:]` are the cell's own."""
-    routing: Callable[[ActivationRecord], RoutingCapture] | None = None
-    """What the router of a record's participant decided, from a record of site `router`; None without the model."""
+    routing: Sequence[Mapping[str, Any]] | None = None
+    """The cell's rows of the table `routing`; None where none was recorded."""
 
 
 @runtime_checkable

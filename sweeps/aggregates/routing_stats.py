@@ -2,8 +2,8 @@
 
     routing_stats: {by: [framing], phases: [answer], k: 4}
 
-Needs unpooled captures of the site `router`. Picks are the router's own (never a softmax-top-k of its logits), so they
-are read while the model is at hand: this sum streams on the replicas and cannot be recomputed without a model.
+Needs unpooled captures of the site `router`. It sums the rows of the table `routing`, which replicas fill while the model
+is at hand: live, or again from the table, without a model.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from ..routing import PHASES
 from . import CellResult, State
 from .columns import cell_columns, check_known
 from .shards import by_key
 
 PARTS = ("picks", "mass", "tokens")
-PHASES = ("prompt", "reasoning", "answer")
 
 
 class RoutingSums:
@@ -29,7 +29,7 @@ class RoutingSums:
     `by`: columns of a cell (None: every axis). `k`: how many top experts the overlap compares.
     """
 
-    needs_routing = True
+    reads_records = False
 
     def __init__(
         self, name: str, *, by: Sequence[str] | str | None = None, phases: Sequence[str] = ("answer",), k: int = 8
@@ -52,12 +52,13 @@ class RoutingSums:
         return {}
 
     def add(self, state: State, result: CellResult) -> None:
-        records = [record for record in result.records if record.site == "router" and record.pool is None]
-        if records and result.routing is None:
-            raise ValueError(f"{self.name}: routing needs the model and is only counted while cells run")
+        if result.routing is None:
+            raise ValueError(
+                f"{self.name}: no routing was recorded for cell {result.cell.id}; runs of an earlier version have none"
+            )
         columns = cell_columns(result)
         by = by_key(dict(result.cell.condition) if self.by is None else {name: columns[name] for name in self.by})
-        for key, value in _sums(records, result, self.phases, by).items():
+        for key, value in _sums(result, self.phases, by).items():
             state[key] = state[key] + value if key in state else value
 
     def merge(self, a: State, b: State) -> State:
@@ -113,24 +114,16 @@ class RoutingSums:
         return found
 
 
-def _sums(records: list, result: CellResult, phases: Sequence[str], by: str) -> State:
+def _sums(result: CellResult, phases: Sequence[str], by: str) -> State:
     """Picks, scores and tokens of one cell, summed by participant, layer and phase."""
-    from interlens.interp.expert_load import expert_scores
-
     found: State = {}
-    for record in records:
-        assert result.routing is not None
-        capture = result.routing(record)
-        experts = capture.topk_experts.long().cpu().numpy()
-        scores = expert_scores(capture).cpu().numpy()
-        for phase in phases:
-            first, last = record.phases.get(phase, (0, 0))
-            if first == last:
-                continue
-            key = f"{record.participant}|{record.layer}|{phase}|{by}"
-            picks = np.bincount(experts[first:last].reshape(-1), minlength=scores.shape[1]).astype(np.float64)
-            parts = zip(PARTS, (picks, scores[first:last].sum(0), np.array([float(last - first)])), strict=True)
-            for part, value in parts:
-                name = f"{key}:{part}"
-                found[name] = found[name] + value if name in found else value
+    for row in result.routing or ():
+        if row["phase"] not in phases:
+            continue
+        key = f"{row['participant']}|{row['layer']}|{row['phase']}|{by}"
+        tokens = np.array([float(row["tokens"])])
+        parts = (np.asarray(row["counts"], np.float64), np.asarray(row["mass"], np.float64) * tokens, tokens)
+        for part, value in zip(PARTS, parts, strict=True):
+            name = f"{key}:{part}"
+            found[name] = found[name] + value if name in found else value
     return found

@@ -85,6 +85,10 @@ class Shard:
         for row in self.table("messages", filter=pc.field("cell").is_valid()).to_pylist():
             messages.setdefault(row["cell"], []).append(row)
         outcomes = {row.pop("cell"): row for row in self.outcomes().to_pylist()}
+        routing: dict[str, list] = {}
+        recorded = any(f["table"] == "routing" for f in self.commit.files)
+        for row in self.table("routing").to_pylist() if recorded else ():
+            routing.setdefault(row["cell"], []).append(row)
         for cell in self.cells.values():
             own = sorted(messages.get(cell.id, []), key=lambda row: row["message_idx"])
             start = own[0]["message_idx"] if own else 0
@@ -96,6 +100,7 @@ class Shard:
                 records=self.run.query(cell=cell.id) if records else [],
                 outcomes={name: value for name, value in outcomes.get(cell.id, {}).items() if value is not None},
                 num_trunk_messages=start,
+                routing=routing.get(cell.id, []) if recorded else None,
             )
 
 
