@@ -66,7 +66,7 @@ def run(config: SweepConfig, run_dir: str | Path, *, replica: str = REPLICA) -> 
         folder.check_place(root)
         lease.acquire()
         reach("driver.leased")
-        entered = folder.enter(config, root)
+        entered = folder.enter(config, root, lease.confirm)
         reach("driver.planned")
         progress.event("started", found=entered.state, new_cells=entered.new_cells, command=_command())
         return Driver(config, root, progress, lease, replica).run()
@@ -111,7 +111,11 @@ class Driver:
     def run(self) -> int:
         """Close what is open, then finish. Returns the exit code."""
         self._load()
-        if self.config.run.retry_failed and (again := self.ledger.retry_failed()):
+        if self.config.run.retry_failed and (again := self.ledger.retriable()):
+            self.lease.confirm()
+            self.plan.reopen(again)
+            reach("driver.reopened")
+            self.ledger.reopen(again)
             self.progress.say(f"trying the failed cells of {len(again)} units again")
         self._held_before, self._failed_before = self.ledger.num_held, self.ledger.num_failed
         fresh = not self.ledger.complete
@@ -159,7 +163,9 @@ class Driver:
     def _load(self) -> None:
         """The ledger, from the plan and the commits."""
         for info in self.plan.infos():
-            self.ledger.add(info.id, info.num_cells, cast=info.cast, needs=Needs(trunks=info.shared))
+            self.ledger.add(info.id, info.num_cells, cast=info.cast, needs=Needs(trunks=info.shared), part=info.part)
+        for part, units in self.plan.retries():
+            self.ledger.reopen(units, part)
         for commit in sorted(store.list_commits(self.root), key=lambda c: c.unit.count(".")):
             self.snapshot.bytes += _bytes(commit)
             self._close(commit)

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 POINTS = (
-    "driver.leased", "driver.opened", "driver.planned", "driver.connected", "driver.dispatched", "driver.acked",
+    "driver.leased", "driver.planned", "driver.reopened", "driver.connected", "driver.dispatched", "driver.acked",
     "driver.split", "driver.complete", "driver.aggregated",
     "writer.opened", "writer.in_file", "writer.linked", "writer.before_commit", "writer.committed",
     "replica.loaded", "replica.started", "replica.in_forward", "replica.finished",

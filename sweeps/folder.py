@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -43,21 +43,23 @@ class Entered:
     new_cells: int
 
 
-def enter(config: SweepConfig, root: store.Root) -> Entered:
+def enter(config: SweepConfig, root: store.Root, confirm: Callable[[], None] = lambda: None) -> Entered:
     """Start the run folder `root` for this configuration, or continue it.
 
     Raises RunRefused, naming the difference, where the plan there has cells that this configuration does not, or the
-    folder is no run folder. Streams the plan; writes `run.json` last.
+    folder is no run folder. Streams the plan; writes `run.json` last. `confirm` raises where the folder has another
+    holder by now; it is asked before leftovers of a start that was cut off are deleted.
     """
     root = place(root)
     if (root / "run.json").is_file():
-        return _continue(config, root)
+        return _continue(config, root, confirm)
     check_place(root)
     _check_space(config, root)
     try:
         store.check_links(root)
     except OSError as error:
         raise RunRefused(f"no hard links on the disk of {str(root)!r} ({error}); name a run.dir on another") from None
+    confirm()
     for leftover in ("plan", "inputs"):
         for path in list((root / leftover).rglob("*")):
             path.unlink(missing_ok=True)
@@ -95,7 +97,7 @@ def check_place(root: Path | Remote) -> None:
         )
 
 
-def _continue(config: SweepConfig, root: Path | Remote) -> Entered:
+def _continue(config: SweepConfig, root: Path | Remote, confirm: Callable[[], None]) -> Entered:
     version = store.read_json(root, "run.json").get("schema_version")
     if version != tables.SCHEMA_VERSION:
         raise RunRefused(
@@ -114,6 +116,7 @@ def _continue(config: SweepConfig, root: Path | Remote) -> Entered:
         raise RunRefused(_difference(config, root, plan, int((~still).sum()), new))
     if new:
         _check_space(config, root)
+        confirm()
         _extend(config, root, plan, known, set(plan.table(["cell", "trunk"])["trunk"].unique().to_pylist()))
     return Entered(state="extended" if new else "same", num_cells=len(known) + new, new_cells=new)
 

@@ -51,6 +51,12 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="sweeps-lease", daemon=True)
         self._thread.start()
 
+    def confirm(self) -> None:
+        """Held where another driver has taken the lease since: asked before anything that a commit could not undo."""
+        standing = self._read(self._latest())
+        if self.lost or standing.get("holder") != self.holder:
+            raise Held(self.lost or _refusal(self.root, standing))
+
     def release(self) -> None:
         """Stop renewing and leave a last number that says so."""
         self._stop.set()

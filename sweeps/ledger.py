@@ -6,19 +6,23 @@ Invariants, at every moment and in any order of events:
 * Every cell of the plan belongs to exactly one unit: the open unit that would close it, or the closed unit that
   committed or failed it. A commit splits the cells of its unit into held, failed and children without remainder.
 * A unit is handed out only if it is open, runs nowhere, and all trunks and donors outside it are settled.
-* Of the open units that need a trunk nobody holds, the first in plan order owns it; the others wait. If the owner
-  closes without holding it, ownership passes on.
+* Of the open units that need a trunk nobody holds, the one opened first owns it (units of the plan in plan order, a
+  child in its parent's place, retries and extensions behind all that was there); the others wait. If the owner closes
+  without holding it, ownership passes on; it never does otherwise. So whoever was handed a trunk to sample, by this
+  driver or one before it, commits it or finds its own unit closed, and no trunk is committed twice.
 * A replica's death counts against a unit only if that unit was alone on it.
 
 A unit's cells are a bitmap (an int) over the cells of its root, the unit as it stands in the plan; a unit that was
-closed in full keeps nothing else. Children are `<unit>.0`, `<unit>.1`; `<unit>.r` holds what `<unit>` failed.
+closed in full keeps nothing else. Children are `<unit>.0`, `<unit>.1`; `<unit>.r`, once reopened, holds what `<unit>`
+failed. Which units are open is a function of the folder alone (plan, commits, reopened units), never of who asks.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -91,18 +95,25 @@ class Ledger:
         self._condemned: list[tuple[str, str, str]] = []
         self._open_by_cast: dict[str, int] = defaultdict(int)
         self._open_donors: dict[str, int] = {}
-        self._num_roots = 0
+        self._num_roots = self._last_part = 0
+        self._reopened: dict[str, tuple] = {}
+        """Retry -> where in the order of opening."""
+        self._rounds = 0
         self.num_cells = self.num_held = self.num_failed = 0
 
     # ---- what happened
 
-    def add(self, name: str, num_cells: int, *, cast: str = "", needs: Needs | None = None) -> None:
-        """Append a unit of the plan. `needs.trunks` may leave out trunks that no other unit of the plan needs."""
+    def add(self, name: str, num_cells: int, *, cast: str = "", needs: Needs | None = None, part: int = 0) -> None:
+        """Append a unit of the plan, which entered it with `part`, in order.
+
+        `needs.trunks` may leave out trunks that no other unit of the plan needs.
+        """
         if name in self._units or "." in name:
             raise LedgerError(f"unit {name!r} of the plan is there twice or has a dot in its name")
         self.num_cells += num_cells
         self._num_roots += 1
-        order = (self._num_roots,)
+        self._last_part = part
+        order = (part, 0, self._num_roots)
         self._open(_Unit(name, name, order, cast, (1 << num_cells) - 1, needs or Needs()))
 
     def close(self, commit: Closed) -> None:
@@ -136,6 +147,8 @@ class Ledger:
                 del self._waiters[trunk]
         for name in woken:
             self._consider(self._units[name])
+        if f"{unit.name}.r" in self._reopened:
+            self._open_retry(f"{unit.name}.r")
 
     def lost(self, replica: str, *, counts: bool, commits: tuple[Closed, ...] = ()) -> dict[str, Verdict]:
         """A replica is gone. `commits`: what its units committed before that. Returns a verdict for each of the others.
@@ -178,10 +191,18 @@ class Ledger:
             self._requeue(unit)
         return verdict
 
-    def retry_failed(self) -> list[str]:
-        """Open `<unit>.r` for every unit whose failed cells nobody has tried again. Returns the names."""
-        names = [u.name for u in self._units.values() if u.closed and u.closed.failed]
-        return [f"{name}.r" for name in names if f"{name}.r" not in self._units and self._open_retry(f"{name}.r")]
+    def reopen(self, names: Iterable[str], part: int | None = None) -> None:
+        """Open these retries, one round of them, behind all units that entered the plan with `part` (None: the last).
+
+        The folder must say so first: every later driver has to hear the same rounds. A retry whose parent is not closed
+        yet opens when it is.
+        """
+        self._rounds += 1
+        order = (self._last_part if part is None else part, self._rounds)
+        self._reopened |= dict.fromkeys(names, order)
+        for name in self._reopened:
+            if name not in self._units:
+                self._open_retry(name)
 
     # ---- what to do
 
@@ -218,6 +239,11 @@ class Ledger:
         return doomed
 
     # ---- what is so
+
+    def retriable(self) -> list[str]:
+        """`<unit>.r` for every unit with failed cells that were not reopened."""
+        names = [f"{u.name}.r" for u in self._units.values() if u.closed and u.closed.failed]
+        return [name for name in names if name not in self._units]
 
     @property
     def complete(self) -> bool:
@@ -319,7 +345,8 @@ class Ledger:
         cells = parent.closed.failed
         self.num_failed -= cells.bit_count()
         needs = self._needs(parent.root, cells)
-        self._open(_Unit(name, parent.root, (*parent.order, "r"), parent.cast, cells, needs))
+        order = (*self._reopened.get(name, (math.inf, 0)), *parent.order)
+        self._open(_Unit(name, parent.root, order, parent.cast, cells, needs))
         for waiter in {w for t in needs.trunks for w in self._waiters[t]} | self._donor_waiters.get(parent.root, set()):
             self._consider(self._units[waiter])
         return self._units[name]

@@ -1,7 +1,8 @@
 """The plan of a run folder: `plan/part-<k>.parquet`, one row per cell in plan order, one part per extension.
 
 A part's rows stand unit by unit; a row without a cell is a trunk that its unit samples for others. Item rows lie beside
-it in `inputs/items-<k>.jsonl`. Nothing here is ever rewritten.
+it in `inputs/items-<k>.jsonl`. `plan/retries-<k>.json` names the units that a `run.retry_failed` reopened, so that every
+later driver holds them open too. Nothing here is ever rewritten.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ class UnitInfo:
     """Trunks it needs that another unit of the plan owns."""
     shared: tuple[str, ...] = ()
     """Trunks it needs that another unit of the plan needs too, whoever owns them."""
+    part: int = 0
+    """With which it entered the plan."""
 
 
 class PlanFile:
@@ -145,7 +148,7 @@ class PlanFile:
         for part in range(len(self.parts)):
             info: UnitInfo | None = None
             for table in self._heads(part):
-                for piece in _pieces(table, foreign):
+                for piece in _pieces(table, foreign, part):
                     if info is not None and info.id != piece.id:
                         yield info
                         info = None
@@ -204,6 +207,17 @@ class PlanFile:
         return Unit(id=name, cells=tuple(cells), trunks=tuple(trunks.values()) if has_trunk else (), owns=tuple(owns),
                     items={item: self.item(part, item) for item in needed}, cast=rows["cast"][0].as_py(),
                     part=part)  # fmt: skip
+
+    def retries(self) -> list[tuple[int, list[str]]]:
+        """Every round of retries: the last part of the plan when it began, and the units it reopened."""
+        rounds = sorted((self.root / "plan").glob("retries-*.json"), key=lambda p: int(p.stem.split("-")[1]))
+        found = [store.read_json(self.root, f"plan/{path.name}") for path in rounds]
+        return [(entry["part"], entry["units"]) for entry in found]
+
+    def reopen(self, units: Sequence[str]) -> None:
+        """Write down another round of retries. FileExistsError where another driver does so too."""
+        content = {"part": len(self.parts) - 1, "units": list(units)}
+        store.write_new(self.root, f"plan/retries-{len(self.retries())}.json", store.dump_json(content))
 
     def rows(self, name: str) -> pa.Table:
         """The rows of one unit: the plan's columns and every axis. KeyError where the plan has none of that name."""
@@ -270,7 +284,7 @@ class PlanFile:
         return pq.ParquetFile(where, filesystem=fs).read_row_group(group)
 
 
-def _pieces(table: pa.Table, foreign: pa.Array) -> Iterator[UnitInfo]:
+def _pieces(table: pa.Table, foreign: pa.Array, part: int) -> Iterator[UnitInfo]:
     """The units of a row group, as far as they stand in it. `foreign`: trunks that some unit needs and does not own."""
     codes = table["unit"].combine_chunks().dictionary_encode().indices.to_numpy()
     starts = np.flatnonzero(np.diff(codes, prepend=-1))
@@ -283,13 +297,13 @@ def _pieces(table: pa.Table, foreign: pa.Array) -> Iterator[UnitInfo]:
             id=table["unit"][first].as_py(), num_cells=int(is_cell[first:last].sum()),
             cast=table["cast"][first].as_py(),
             outside=tuple(dict.fromkeys(trunk for trunk, mine in zip(trunks, owned, strict=True) if not mine)),
-            shared=tuple(dict.fromkeys(trunks)),
+            shared=tuple(dict.fromkeys(trunks)), part=part,
         )  # fmt: skip
 
 
 def _joined(a: UnitInfo, b: UnitInfo) -> UnitInfo:
     """One unit whose rows stand in two row groups."""
     return UnitInfo(
-        id=a.id, num_cells=a.num_cells + b.num_cells, cast=a.cast,
+        id=a.id, num_cells=a.num_cells + b.num_cells, cast=a.cast, part=a.part,
         outside=tuple(dict.fromkeys((*a.outside, *b.outside))), shared=tuple(dict.fromkeys((*a.shared, *b.shared))),
     )  # fmt: skip

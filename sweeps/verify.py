@@ -71,7 +71,12 @@ def _check_cells(run: Run, commits: list[Commit], found: Verdict) -> None:
     planned = set(run.cells["cell"].to_pylist())
     held: dict[str, str] = {}
     failed: dict[str, str] = {}
+    trunks: dict[str, str] = {}
     for commit in commits:
+        for trunk in commit.trunks:
+            if trunk in trunks:
+                found.problems.append(f"trunk {trunk} is held by two commits: {trunks[trunk]} and {commit.unit}")
+            trunks[trunk] = commit.unit
         for cell in commit.cells:
             if cell in held:
                 found.problems.append(f"cell {cell} is held by two commits: {held[cell]} and {commit.unit}")

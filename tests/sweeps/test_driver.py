@@ -73,6 +73,19 @@ def test_a_failed_cell_gives_exit_code_3_and_is_tried_again_only_when_asked(fold
     assert (folder / "_commits" / "u000001.r.json").exists()
 
 
+def test_a_retry_that_was_interrupted_is_continued_by_the_plain_command(folder):
+    """Else a late writer of the retry could sample a trunk that another unit samples now."""
+    settings = config(items(4, i2="raise"))
+    assert run(settings, folder) == 3
+    again = replace(settings, run=replace(settings.run, retry_failed=True, max_hours=0.0))
+    assert run(again, folder) == 4
+    assert PlanFile(folder).retries() == [(0, ["u000001.r"])]
+    assert run(settings, folder) == 3 and set(settled(folder)[1].values()) == {2}
+    assert run(settings, folder) == 3 and set(settled(folder)[1].values()) == {2}, "each round tries once"
+    assert run(again, folder) == 4
+    assert PlanFile(folder).retries()[1] == (0, ["u000001.r.r"])
+
+
 def test_another_configuration_is_refused_and_nothing_changes(folder, capsys):
     assert run(config(items(3)), folder) == 0
     before = sorted(map(str, folder.rglob("*.json")))

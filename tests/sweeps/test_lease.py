@@ -60,6 +60,7 @@ def test_a_silent_holder_elsewhere_is_watched_and_then_replaced(tmp_path):
 def test_a_holder_that_finds_another_number_says_that_it_lost(tmp_path):
     lease = Lease(tmp_path, interval_s=0.1)
     lease.acquire()
+    lease.confirm()
     other = Lease(tmp_path)
     while True:  # another driver takes the next number
         try:
@@ -67,6 +68,8 @@ def test_a_holder_that_finds_another_number_says_that_it_lost(tmp_path):
             break
         except Held:
             pass
+    with pytest.raises(Held, match="another driver"):
+        lease.confirm()
     deadline = time.monotonic() + 5
     while not lease.lost and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -23,6 +23,10 @@ class World:
     commits: dict[str, Closed] = field(default_factory=dict)
     zombies: list[str] = field(default_factory=list)
     held_trunks: dict[str, list[str]] = field(default_factory=dict)
+    parts: dict[str, int] = field(default_factory=dict)
+    """Root -> the part of the plan it entered with (0 if not said)."""
+    rounds: list[tuple[int, list[str]]] = field(default_factory=list)
+    """Retries that drivers reopened: (last part of the plan then, names)."""
 
     def needs(self, root: str, cells: int) -> Needs:
         trunks = [t for p, t in enumerate(self.roots[root]) if cells >> p & 1 and t]
@@ -39,7 +43,9 @@ class World:
         ledger, shared = Ledger(self.needs), self.shared()
         for root, trunks in self.roots.items():
             needed = tuple(dict.fromkeys(t for t in trunks if t in shared))
-            ledger.add(root, len(trunks), needs=Needs(trunks=needed))
+            ledger.add(root, len(trunks), needs=Needs(trunks=needed), part=self.parts.get(root, 0))
+        for part, names in self.rounds:
+            ledger.reopen(names, part)
         for name in sorted(self.commits, key=lambda n: n.count(".")):
             ledger.close(self.commits[name])
         return ledger
@@ -177,6 +183,69 @@ def test_each_cell_belongs_to_one_unit_at_every_moment(roots, seed, poison):
         belongs_once(world, world.ledger())
 
 
+@settings(max_examples=200, deadline=None)
+@given(first=plans(), later=plans(), seed=st.integers(0, 10**6))
+def test_drivers_that_take_over_never_commit_a_cell_or_a_trunk_twice(first, later, seed):
+    """Drivers with and without retries, over growing plans; what each dispatched may be written at any later time."""
+    rng, world, zombies = random.Random(seed), World(dict(first)), []
+    committed: set[tuple[str, int]] = set()
+
+    def outcome(ledger: Ledger, name: str) -> Closed | None:
+        """What a replica makes of a unit, from what it knew when it was handed it."""
+        root, cells, own = ledger.root_of(name), ledger.cells_of(name), ledger.unheld_trunks(name)
+        bad = {t for t in own if rng.random() < 0.4}
+        failed = sum(1 << p for p, t in enumerate(world.roots[root]) if cells >> p & 1 and t in bad)
+        good = world.finish(ledger, name, rng, stop=rng.random() < 0.3)
+        if good is None and not failed:
+            return None
+        good = good or Closed(unit=name, children={f"{name}.0": Part(cells=cells)})
+        parts = {child: Part(cells=part.cells & ~failed) for child, part in good.children.items()}
+        return Closed(
+            unit=name, held=good.held & ~failed, failed=good.failed & ~failed | failed,
+            trunks=tuple(t for t in good.trunks if t not in bad), failed_trunks=tuple(bad),
+            children={child: part for child, part in parts.items() if part.cells},
+        )  # fmt: skip
+
+    def late() -> None:
+        while zombies and rng.random() < 0.5:
+            world.put(zombies.pop(rng.randrange(len(zombies))))
+
+    for number in range(6):
+        if number == 3:
+            world.parts |= dict.fromkeys((f"{root}x" for root in later), 1)
+            world.roots |= {f"{root}x": trunks for root, trunks in later.items()}
+        ledger = world.ledger()
+        condemn(world, ledger, {})
+        if rng.random() < 0.5 and (names := ledger.retriable()):
+            part = max(world.parts.values(), default=0)
+            world.rounds.append((part, names))
+            ledger.reopen(names, part)
+            assert ledger.retriable() == []
+        belongs_once(world, ledger)
+        for _ in range(rng.randrange(12)):
+            late()
+            name = ledger.take("r")
+            if name is None:
+                break
+            commit = outcome(ledger, name)
+            if commit is None:
+                ledger.give_back(name)
+            elif rng.random() < 0.5:
+                zombies.append(commit)
+                ledger.lost("r", counts=False)
+            else:
+                ledger.close(world.put(commit))
+                condemn(world, ledger, {})
+            belongs_once(world, ledger)
+        held = {(ledger.root_of(c.unit), p) for c in world.commits.values() for p in range(8) if c.held >> p & 1}
+        assert committed <= held and len(held) == sum(c.held.bit_count() for c in world.commits.values())
+        committed = held
+    while zombies:
+        late()
+    belongs_once(world, world.ledger())
+    assert all(len(holders) == 1 for holders in world.held_trunks.values()), world.held_trunks
+
+
 def test_a_poison_cell_ends_alone_and_the_others_are_held():
     world = World({"u": [None] * 8}, poison_cells={("u", 5)})
     ledger = world.ledger()
@@ -249,7 +318,9 @@ def test_a_trunk_passes_to_the_next_unit_in_plan_order():
     ledger.close(Closed(unit="b", held=0b01, trunks=("t",), children={"b.0": Part(cells=0b10)}))
     assert ledger.holder("t") == "b"
     assert [ledger.take("r"), ledger.take("r")] == ["b.0", "c"] and ledger.unheld_trunks("b.0") == ()
-    assert ledger.retry_failed() == ["a.r"] and ledger.unheld_trunks("a.r") == ()
+    assert ledger.retriable() == ["a.r"]
+    ledger.reopen(["a.r"])
+    assert ledger.unheld_trunks("a.r") == () and ledger.retriable() == []
 
 
 def test_recipients_wait_for_donors_in_other_units():
