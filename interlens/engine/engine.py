@@ -281,7 +281,7 @@ class Engine:
         """Draw the next token of every row that wants one; a row that wants none has now been fed to its end."""
         if logits is None:
             return
-        largest = logits.max(-1).values
+        largest = logits.amax(-1)
         for i in (~torch.isfinite(largest)).nonzero()[:, 0].tolist():
             if rows[i].error is None:
                 self._fail(rows[i], diagnose.not_finite(self._forward, rows[i]))

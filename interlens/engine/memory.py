@@ -84,8 +84,8 @@ class Memory:
                     promised = max(promised, common)
                 elif common > shared:
                     best, shared = prefix, common
-            if shared or promised:
-                break  # every other prefix departs within an earlier block
+            if shared:
+                break  # every other ready prefix departs within an earlier block
         if best is not None and best.parked:
             self._parked.move_to_end(id(best))
         return best, shared, promised
