@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from . import inputs, items, shapes
+from . import donors, inputs, items, shapes
 from .config import CaptureConfig, InterventionConfig, ParticipantConfig, SweepConfig
 from .estimate import captures_turn, speakers
 from .places import Remote
@@ -78,12 +78,15 @@ class Setting:
     names: dict[str, str] = field(init=False)
     """Local participant -> model name, the partition of its records."""
     _edits: list[tuple[InterventionConfig, SteeringSpec]] = field(init=False)
+    patches: list[InterventionConfig] = field(init=False)
+    """In order; their sources are `donation`'s business."""
     _captures: list[tuple[CaptureConfig, CaptureSpec]] = field(init=False)
 
     def __post_init__(self) -> None:
         cast = self.config.scenario.participants
         self.names = {n: shapes.model_name(self.config, p.model) for n, p in cast.items() if p.is_local and p.model}
-        self._edits = [(edit, self._steering(edit)) for edit in self.config.intervention]
+        self._edits = [(edit, self._steering(edit)) for edit in self.config.intervention if edit.kind == "steer"]
+        self.patches = donors.patches(self.config)
         self._captures = [(capture, _capture(capture)) for capture in self.config.capture]
 
     def conversation(self, part: Part, row: Mapping[str, Any], before: Sequence[Message] = ()) -> Conversation:
@@ -93,7 +96,7 @@ class Setting:
         scenario = self.config.scenario
         made = Conversation(
             [self._participant(name, part, row) for name in scenario.participants],
-            shared_context=items.fill(scenario.opening, row, "scenario.opening"),
+            shared_context=items.fill(scenario.first_message, row, "scenario.opening"),
             moderator_name=scenario.moderator, reasoning_visibility=scenario.reasoning_visibility, seed=scenario.seed,
         )  # fmt: skip
         made.row = row
@@ -113,7 +116,7 @@ class Setting:
     def options(self, part: Part, turn: int, speaker: str) -> dict[str, Any]:
         """What one turn is run with, as options of `Conversation.turn`."""
         local = speaker in self.names
-        edits = tuple(spec for edit, spec in self._edits if speaker in edit.participants and _acts(edit, part, turn))
+        edits = tuple(spec for edit, spec in self._edits if speaker in edit.participants and acts(edit, part, turn))
         specs = tuple(s for c, s in self._captures if speaker in c.participants and captures_turn(c, part, turn))
         options: dict[str, Any] = {}
         if edits:
@@ -161,7 +164,7 @@ class Setting:
         )  # fmt: skip
 
 
-def _acts(edit: InterventionConfig, part: Part, turn: int) -> bool:
+def acts(edit: InterventionConfig, part: Part, turn: int) -> bool:
     """True if `turns:` names this turn of the trunk or branch; numbers count the branch's turns."""
     if isinstance(edit.turns, str):
         return edit.turns in (part, "all")

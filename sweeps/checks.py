@@ -13,9 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from interlens.errors import InterlensError
+from interlens.interp.select import Select
 from interlens.interp.sites import canonical_site
 
-from . import aggregates, inputs, items, shapes
+from . import aggregates, donors, inputs, items, shapes
 from .config import (
     AxisConfig,
     BranchConfig,
@@ -57,6 +58,7 @@ def checked(config: SweepConfig) -> SweepConfig:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     inputs.check_widths((config, *under))
+    donors.check(config)
     return replace(config, inputs=inputs.hashes(config))
 
 
@@ -77,7 +79,7 @@ def _texts(scenario: ScenarioConfig) -> list[tuple[str, str]]:
     """(where, text) of everything that an item's columns fill."""
     people = scenario.participants.items()
     systems = [(f"scenario.participants.{name}.system_prompt", p.system_prompt) for name, p in people]
-    given = [("scenario.opening", scenario.opening), ("scenario.framing", scenario.framing), *systems]
+    given = [("scenario.opening", scenario.first_message), ("scenario.framing", scenario.framing), *systems]
     return [(where, text) for where, text in given if text is not None]
 
 
@@ -271,15 +273,35 @@ def _capture(config: SweepConfig, c: CaptureConfig, where: str) -> CaptureConfig
 
 
 def _intervention(config: SweepConfig, e: InterventionConfig, where: str) -> InterventionConfig:
-    one_of(f"{where}.kind", e.kind, ("steer",))
+    one_of(f"{where}.kind", e.kind, ("steer", "patch"))
     who = _participants(config, e.participants, where)
     site = _site(e.site, f"{where}.site")
-    parse_tokens(e.tokens, f"{where}.tokens")
+    tokens = parse_tokens(e.tokens, f"{where}.tokens")
     one_of(f"{where}.mode", e.mode, MODES)
     _turns(e.turns, where)
+    layers = _layers(config, who, e.layers, site, where)
+    if e.kind == "patch":
+        _check_patch(e, tokens, where)
+        return replace(e, participants=who, site=site, layers=layers)
+    if e.from_ is not None:
+        raise ConfigError(f"{where}.from is for kind patch; a steering has a direction")
     if not e.direction:
         raise ConfigError(f"{where}.direction is missing; {inputs.DIRECTIONS}")
     inputs.parse_direction(e.direction, f"{where}.direction")
     if not e.layers:
         raise ConfigError(f"{where}.layers is empty; name the layers to steer")
-    return replace(e, participants=who, site=site, layers=_layers(config, who, e.layers, site, where))
+    return replace(e, participants=who, site=site, layers=layers)
+
+
+def _check_patch(e: InterventionConfig, tokens: Select, where: str) -> None:
+    """No layers is no patch: a baseline on the grid."""
+    donors.parse_from(e.from_, where)
+    if e.direction is not None or e.coef != 1.0 or e.mode != "add":
+        raise ConfigError(f"{where}: direction, coef and mode are for kind steer; a patch puts values in as they are")
+    if e.turns in ("trunk", "all"):
+        raise ConfigError(f"{where}.turns is {e.turns!r}; patches act after the trunk: branch, or turn numbers from 0")
+    if not donors.selects_prompt(tokens):
+        raise ConfigError(
+            f"{where}.tokens: {e.tokens!r} selects only what is generated, which differs between donor and recipient; "
+            "name prompt tokens, such as message(0), positions(-1), prompt - special"
+        )

@@ -78,6 +78,8 @@ class TrunkConfig:
     turns: int = 0
     seeds: int | tuple[int, ...] = _free(1)
     """How many, or which."""
+    opening: str | None = field(default=None, metadata={"later": True})
+    """Overrides `scenario.opening`; as an axis (`trunk.opening`) it makes trunks that differ in what they are told."""
     temperature: float | None = None
     """Overrides every participant's own in the trunk; so do the next three."""
     top_p: float | None = None
@@ -119,6 +121,11 @@ class ScenarioConfig:
     analyzers: tuple[str, ...] = _free(())
     """`module:function`, each `(conversation) -> dict` of numbers and strings, kept as outcomes."""
 
+    @property
+    def first_message(self) -> str | None:
+        """What the moderator opens with."""
+        return self.opening if self.trunk.opening is None else self.trunk.opening
+
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureConfig:
@@ -154,7 +161,8 @@ class InterventionConfig:
     coef: float = 1.0
     mode: str = "add"
     from_: Any = None
-    """For patches: axis values, or run:<path>. `from` in YAML."""
+    """For patches, `from` in YAML: axis values of the donor ({} is the cell itself), run:<path>, or both as a map with
+    `run:`. What they leave open is the recipient's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +332,8 @@ def _convert(value: Any, hint: Any, at: str) -> Any:
         return _convert_union(value, args, hint, at)
     if dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else build(typing.cast(type, hint), value, at)
+    if origin is tuple and isinstance(value, (str, int)) and not isinstance(value, bool):
+        value = (value,)  # one is a list of one
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(_convert(item, args[0], f"{at}[{i}]") for i, item in enumerate(value))
     if origin is not None and issubclass(origin, Mapping) and isinstance(value, Mapping):

@@ -95,7 +95,7 @@ class Driver:
     def __init__(self, config: SweepConfig, root: Path | Remote, progress: Progress, lease: Lease, replica: str):
         self.config, self.root, self.progress, self.lease, self._replica = config, root, progress, lease, replica
         self.plan = PlanFile(root)
-        self.units = Units(self.plan.unit, lambda name: store.read_commit(root, name))
+        self.units = Units(self.plan.unit, lambda name: store.read_commit(root, name), locate=self.plan.locate)
         self.ledger = Ledger(self.units.needs)
         self.snapshot = Snapshot()
         self._signal: str | None = None
@@ -163,7 +163,8 @@ class Driver:
     def _load(self) -> None:
         """The ledger, from the plan and the commits."""
         for info in self.plan.infos():
-            self.ledger.add(info.id, info.num_cells, cast=info.cast, needs=Needs(trunks=info.shared), part=info.part)
+            self.ledger.add(info.id, info.num_cells, cast=info.cast, needs=Needs(trunks=info.shared, donors=info.donors),
+                            part=info.part)  # fmt: skip
         for part, units in self.plan.retries():
             self.ledger.reopen(units, part)
         for commit in sorted(store.list_commits(self.root), key=lambda c: c.unit.count(".")):
@@ -247,7 +248,8 @@ class Driver:
         cells = self.units.cells(root, self.ledger.cells_of(name))
         sampled = {t.id for t in self.units.get(name).trunks}
         trunk_of = {p: cell.trunk if cell.trunk in sampled else None for p, cell in cells.items()}
-        parts = split(trunk_of, self.ledger.unheld_trunks(name))
+        donors = self.units.donor_positions(root, self.ledger.cells_of(name))
+        parts = split(trunk_of, self.ledger.unheld_trunks(name), donors)
         children = [self.units.part(root, f"{name}.{i}", part) for i, part in enumerate(parts)]
         UnitWriter(self.root, self.units.get(name), {}).commit(children=children)
         reach("driver.split")

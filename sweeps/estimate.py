@@ -84,7 +84,7 @@ class Load:
 
 
 def _turns(config: SweepConfig, part: str) -> Iterator[Load]:
-    prompt = SYSTEM_TOKENS + _text_tokens(config.scenario.opening)
+    prompt = SYSTEM_TOKENS + _text_tokens(config.scenario.first_message)
     if part == "branch":
         prompt += sum(budget(config, n, "trunk") + MESSAGE_MARKUP for n in speakers(config, "trunk"))
         prompt += _text_tokens(config.scenario.framing)
@@ -212,7 +212,7 @@ def _add(total: dict[str, float], config: SweepConfig, part: str, times: int) ->
             ROW_BYTES["messages"] + GENERATED_BYTES * load.generated + PROMPT_BYTES * load.prompt
             + ROW_BYTES["records"] * load.records + RECORD_TOKEN_BYTES * load.record_tokens
         )  # fmt: skip
-    said = scenario.opening if part == "trunk" or not scenario.trunk.turns else scenario.framing
+    said = scenario.first_message if part == "trunk" or not scenario.trunk.turns else scenario.framing
     total["other"] += times * ROW_BYTES["messages"] * bool(said)
     if part == "branch" and scenario.analyzers:
         total["other"] += times * ROW_BYTES["outcomes"]

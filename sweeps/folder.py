@@ -21,6 +21,7 @@ from interlens.errors import InterlensError
 
 from . import estimate, inputs, planfile, store, tables
 from .config import SweepConfig
+from .donors import has_patches
 from .places import Remote, place
 from .plan import Branches, expand, pack, trunks
 
@@ -62,11 +63,12 @@ def enter(config: SweepConfig, root: store.Root, confirm: Callable[[], None] = l
     confirm()
     for leftover in ("plan", "inputs"):
         for path in list((root / leftover).rglob("*")):
-            path.unlink(missing_ok=True)
+            if not path.is_dir():
+                path.unlink(missing_ok=True)
     (root / "config-0.yaml").unlink(missing_ok=True)
     inputs.copy_into(config, root)
     store.write_new(root, "config-0.yaml", store.dump_yaml(config.to_dict()))
-    count = planfile.write(root, 0, config.grid, expand(config))
+    count = planfile.write(root, 0, config.grid, expand(config), patched=has_patches(config))
     store.write_new(root, "run.json", store.dump_json(_about(config)))
     return Entered(state="new", num_cells=count, new_cells=count)
 
@@ -135,7 +137,8 @@ def _extend(
     inputs.copy_into(config, root)
     store.write_new(root, f"config-{part}.yaml", store.dump_yaml(config.to_dict()))
     first = sum(1 for _ in plan.infos())
-    planfile.write(root, part, config.grid, pack(config, _only_new(config, known), first, held))
+    new = pack(config, _only_new(config, known), first, held)
+    planfile.write(root, part, config.grid, new, patched=has_patches(config))
 
 
 def _only_new(config: SweepConfig, known: np.ndarray) -> Iterator[Branches]:

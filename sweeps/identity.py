@@ -17,7 +17,8 @@ from typing import Any
 from . import inputs, shapes
 from .checks import applied_and_normalized
 from .config import ConfigError, InterventionConfig, SweepConfig
-from .grid import conditions
+from .donors import donor_condition, entry, parse_from, patches
+from .grid import conditions, full_path
 
 
 def canonical(value: Any) -> bytes:
@@ -82,8 +83,14 @@ def _participants(config: SweepConfig) -> list[list[Any]]:
 
 
 def _intervention(config: SweepConfig, edit: InterventionConfig) -> dict[str, Any]:
-    """A direction by its content; `random:<seed>` is its own content."""
-    return {**identity(edit), "direction": config.inputs.get(edit.direction or "", edit.direction)}
+    """A direction by its content; `random:<seed>` is its own content. So is `from:`: by values, not labels."""
+    plain = {**identity(edit), "direction": config.inputs.get(edit.direction or "", edit.direction)}
+    if edit.kind == "patch":
+        given = parse_from(edit.from_)
+        plain["from"] = {full_path(p): config.inputs.get(entry(p, v), v) for p, v in given.labels.items()}
+        if given.run is not None:
+            plain["from"] |= {"run": config.inputs.get(f"run:{given.run}", given.run)}
+    return plain
 
 
 def trunk_settings(config: SweepConfig) -> dict[str, Any]:
@@ -117,6 +124,8 @@ class Point:
     condition: Mapping[str, Any]
     digest: str
     cast: str = ""
+    sources: tuple[Mapping[str, Any] | None, ...] = ()
+    """Per patch the labels of its `from:`; None where it comes from another run."""
 
 
 class Identities:
@@ -131,10 +140,23 @@ class Identities:
             base = applied_and_normalized(config, dict(shared.condition))
             base = dataclasses.replace(base, grid=after)
             points = [
-                Point(condition={**shared.condition, **p.condition}, digest=p.digest, cast=p.cast)
+                dataclasses.replace(p, condition={**shared.condition, **p.condition})
                 for p in self._points(base, after, cell_settings)
             ]
             self.by_trunk.append((shared, points))
+        self._grid = config.grid
+        self._at = {_key(point.condition): (shared, point) for shared, points in self.by_trunk for point in points}
+
+    def donors(self, point: Point, row_digest: str, trunk_seed: int, branch_seed: int) -> tuple[str, ...]:
+        """Per patch the id of the cell it comes from: the same item and seeds; "" for another run's."""
+        found = []
+        for labels in point.sources:
+            if labels is None:
+                found.append("")
+                continue
+            shared, donor = self._at[_key(donor_condition(self._grid, point.condition, labels))]
+            found.append(self.cell(self.trunk(row_digest, shared, trunk_seed), donor, branch_seed))
+        return tuple(found)
 
     @staticmethod
     def _points(config: SweepConfig, axes: tuple, settings: Any) -> Iterator[Point]:
@@ -148,7 +170,9 @@ class Identities:
                     "give them different values, or remove one"
                 )
             seen[hashed] = condition
-            yield Point(condition=condition, digest=hashed, cast=cast_of(under))
+            given = [parse_from(edit.from_) for edit in patches(under)]
+            sources = tuple(None if one.run is not None else one.labels for one in given)
+            yield Point(condition=condition, digest=hashed, cast=cast_of(under), sources=sources)
 
     @staticmethod
     def trunk(row_digest: str, shared: Point, seed: int) -> str:
@@ -159,6 +183,10 @@ class Identities:
     def cell(trunk: str, point: Point, seed: int) -> str:
         """Id of a cell: trunk, settings, branch seed."""
         return _hash(f'{{"seed":{seed},"settings":"{point.digest}","trunk":"{trunk}"}}')
+
+
+def _key(condition: Mapping[str, Any]) -> frozenset:
+    return frozenset(condition.items())
 
 
 def _hash(text: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import shapes, store
+from . import donors, shapes, store
 from .config import ConfigError, ParticipantConfig, SweepConfig
 from .grid import applied, full_path
 from .places import Remote, place
@@ -92,6 +92,10 @@ def hashes(config: SweepConfig) -> dict[str, str]:
                 found[text] = _kept(config, text)
                 if not found[text]:
                     raise
+    for name, value in donors.values(config):
+        found[name] = _digest(value)
+    for path in donors.runs(config):
+        found[f"run:{path}"] = _run_hash(config, path)
     for text in adapters(config):
         if (folder := Path(text).expanduser()).is_dir():
             found[text] = _folder_hash(folder)
@@ -103,7 +107,9 @@ def check_widths(configs: Iterable[SweepConfig]) -> None:
     checked = set()
     for config in configs:
         for edit in config.intervention:
-            source = parse_direction(edit.direction or "")
+            if not edit.direction:
+                continue
+            source = parse_direction(edit.direction)
             sizes = {shapes.of(config, config.scenario.participants[name].model) for name in edit.participants}
             widths = {shape.site_width(edit.site) for shape in sizes if shape is not None} - {0}
             if source.kind == "random" or not widths or (edit.direction, *widths) in checked:
@@ -138,10 +144,46 @@ def content_hash(tensor: Tensor) -> str:
     return hashlib.blake2b(repr(values.shape).encode() + values.tobytes(), digest_size=10).hexdigest()
 
 
+def _digest(value: Any) -> str:
+    from .identity import digest
+
+    return digest(value)
+
+
+def _run_hash(config: SweepConfig, path: str) -> str:
+    """Of what patches read of another run: its conversations. Where that run is gone, of the run folder's copy."""
+    source = _place(path)
+    if (source / "run.json").is_file():
+        commits = [(c.unit, f["path"], f["sha256"]) for c in store.list_commits(source) for f in c.files]
+        return _digest(["run", *(list(c) for c in commits if c[1].startswith("messages/"))])
+    root = place(config.run.dir)
+    known = [store.read_yaml(root, p.name).get("inputs", {}) for p in sorted(root.glob("config-*.yaml"))]
+    digest = next((inputs[f"run:{path}"] for inputs in reversed(known) if f"run:{path}" in inputs), "")
+    if not digest or not (root / f"inputs/{digest}/run.json").exists():
+        raise ConfigError(f"intervention.from: no run folder {path!r}; run that sweep first, or name another")
+    return digest
+
+
+def _copy_run(source: Path | Remote, root: Any, name: str) -> None:
+    """What patches need of another run: plan, configurations, inputs, commits and messages, `run.json` last."""
+    wanted = [*source.glob("config-*.yaml"), *(source / "plan").glob("*"), *(source / "_commits").glob("*.json")]
+    wanted += [path for path in (source / "inputs").rglob("*") if path.is_file()]
+    wanted += list((source / "messages").glob("*.parquet")) + list((source / "failures").glob("*.parquet"))
+    for path in (*wanted, source / "run.json"):
+        target = f"{name}/{str(path)[len(str(source)) + 1 :]}"
+        if not (place(root) / target).exists():
+            store.write_new(root, target, path.read_bytes())
+
+
 def copy_into(config: SweepConfig, root: Any) -> None:
-    """Copy every direction to `inputs/<hash>.safetensors` of the run folder, unless it is there."""
+    """Copy every direction to `inputs/<hash>.safetensors` of the run folder, unless it is there; so other runs that
+    patches read from, to `inputs/<hash>/`."""
     from safetensors.torch import save
 
+    for path in donors.runs(config):
+        name = f"inputs/{config.inputs[f'run:{path}']}"
+        if not (place(root) / name / "run.json").exists():
+            _copy_run(_place(path), root, name)
     for text in directions(config):
         if text not in config.inputs:
             continue

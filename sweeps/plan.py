@@ -12,6 +12,7 @@ from typing import Any
 
 from . import items
 from .config import SweepConfig
+from .donors import ties_trunks
 from .estimate import default_unit_cells
 from .identity import Identities, cast_of, digest
 
@@ -39,6 +40,8 @@ class Cell:
     trunk_seed: int
     branch_seed: int
     unit: str
+    donors: tuple[str, ...] = ()
+    """Per patch of its condition the cell that it comes from (its own id: itself); "" for a cell of another run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +65,10 @@ class Unit:
         """Plain values (JSON-able), for actors and for children in commits."""
         return {
             "id": self.id,
-            "cells": [[c.id, c.item, c.trunk, dict(c.condition), c.trunk_seed, c.branch_seed] for c in self.cells],
+            "cells": [
+                [c.id, c.item, c.trunk, dict(c.condition), c.trunk_seed, c.branch_seed, *([c.donors] if c.donors else [])]
+                for c in self.cells
+            ],
             "trunks": [[t.id, t.item, t.seed, dict(t.condition)] for t in self.trunks],
             "owns": list(self.owns),
             "items": {key: dict(row) for key, row in self.items.items()},
@@ -74,8 +80,9 @@ class Unit:
     def from_dict(cls, data: Mapping[str, Any]) -> Unit:
         """The inverse of `to_dict`."""
         cells = tuple(
-            Cell(id=i, item=item, trunk=t, condition=c, trunk_seed=ts, branch_seed=bs, unit=data["id"])
-            for i, item, t, c, ts, bs in data["cells"]
+            Cell(id=i, item=item, trunk=t, condition=c, trunk_seed=ts, branch_seed=bs, unit=data["id"],
+                 donors=tuple(*donors))
+            for i, item, t, c, ts, bs, *donors in data["cells"]
         )
         trunks = tuple(Trunk(id=i, item=item, seed=s, condition=c) for i, item, s, c in data["trunks"])
         return cls(id=data["id"], cells=cells, trunks=trunks, owns=tuple(data["owns"]), items=data["items"],
@@ -115,7 +122,8 @@ def trunks(config: SweepConfig) -> Iterator[Branches]:
                 for point in points:
                     cells.setdefault(point.cast, []).extend(
                         Cell(id=ids.cell(trunk.id, point, branch_seed), item=trunk.item, trunk=trunk.id,
-                             condition=point.condition, trunk_seed=seed, branch_seed=branch_seed, unit="")
+                             condition=point.condition, trunk_seed=seed, branch_seed=branch_seed, unit="",
+                             donors=ids.donors(point, row_digest, seed, branch_seed) if point.sources else ())
                         for branch_seed in branch_seeds
                     )  # fmt: skip
                 yield Branches(trunk=trunk, row=row, cells=cells)
@@ -130,16 +138,18 @@ def pack(
     config: SweepConfig, branches: Iterable[Branches], first: int = 0, held: Container[str] = ()
 ) -> Iterator[Unit]:
     """Units from number `first` on: blocks of whole trunks, at most `plan.unit_cells` cells or one trunk, cut by cast.
+    Trunks of one item stay together where patches may reach from one into another.
 
     The piece with the trunk's own cast owns the trunk, if need be without cells; those in `held` have an owner already.
     """
     limit = config.plan.unit_cells or default_unit_cells(config)
-    own = cast_of(config)
+    own, tied = cast_of(config), ties_trunks(config)
     number, size = first, 0
     block: list[Branches] = []
     for entry in branches:
         count = sum(map(len, entry.cells.values()))
-        if block and size + count > limit:
+        goes_on = tied and block and block[-1].trunk.item == entry.trunk.item
+        if block and size + count > limit and not goes_on:
             for unit in _cut(config, block, own, number, held):
                 yield unit
                 number += 1

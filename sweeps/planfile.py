@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,10 @@ ROWS = 65_536
 """Per row group."""
 
 
-def schema(axes: Sequence[AxisConfig]) -> pa.Schema:
-    """The plan's columns, then one per axis: float64, bool or string."""
+def schema(axes: Sequence[AxisConfig], patched: bool = False) -> pa.Schema:
+    """The plan's columns, then one per axis: float64, bool or string; `donors` where there are patches."""
     columns = list(tables.PLAN) + [pa.field(axis.path, _axis_type(axis)) for axis in axes]
+    columns += [pa.field("donors", pa.list_(pa.string()))] if patched else []
     return pa.schema(columns, metadata=tables.PLAN.metadata)
 
 
@@ -42,9 +43,14 @@ def _axis_type(axis: AxisConfig) -> pa.DataType:
     return pa.float64() if numbers else pa.string()
 
 
-def write(root: store.Root, part: int, axes: Sequence[AxisConfig], units: Iterable[Unit]) -> int:
-    """Write `plan/part-<part>.parquet` and the items of its units; the number of cells. Streamed."""
-    columns, kinds = schema(axes), {axis.path: _axis_type(axis) for axis in axes}
+def write(
+    root: store.Root, part: int, axes: Sequence[AxisConfig], units: Iterable[Unit], patched: bool = False
+) -> int:
+    """Write `plan/part-<part>.parquet` and the items of its units; the number of cells. Streamed.
+
+    patched: cells may have donors.
+    """
+    columns, kinds = schema(axes, patched), {axis.path: _axis_type(axis) for axis in axes}
     count, written = 0, set()
     with (
         store.create(root, f"inputs/items-{part}.jsonl") as rows_out,
@@ -57,7 +63,7 @@ def write(root: store.Root, part: int, axes: Sequence[AxisConfig], units: Iterab
                 if (known := hash(item)) not in written:
                     written.add(known)
                     rows_out.write(store.dump_json(row) + b"\n")
-            buffer += _rows(unit, kinds)
+            buffer += _rows(unit, kinds, patched)
             count += len(unit.cells)
             while len(buffer) >= ROWS:  # so that row r stands in row group r // ROWS
                 writer.write_table(_table(buffer[:ROWS], columns), row_group_size=ROWS)
@@ -67,7 +73,7 @@ def write(root: store.Root, part: int, axes: Sequence[AxisConfig], units: Iterab
     return count
 
 
-def _rows(unit: Unit, kinds: Mapping[str, pa.DataType]) -> Iterator[tuple]:
+def _rows(unit: Unit, kinds: Mapping[str, pa.DataType], patched: bool) -> Iterator[tuple]:
     owned, with_cells = set(unit.owns), {cell.trunk for cell in unit.cells}
     fixed = (unit.id, unit.cast)
     known: dict[tuple, tuple] = {}
@@ -76,11 +82,12 @@ def _rows(unit: Unit, kinds: Mapping[str, pa.DataType]) -> Iterator[tuple]:
         labels = known.get(point)
         if labels is None:
             labels = known[point] = tuple(_stored(c.condition.get(path), kind) for path, kind in kinds.items())
-        yield (c.id, c.item, c.trunk, c.trunk_seed, c.branch_seed, *fixed, c.trunk in owned, *labels)
+        yield (c.id, c.item, c.trunk, c.trunk_seed, c.branch_seed, *fixed, c.trunk in owned, *labels,
+               *([list(c.donors)] if patched else []))
     for t in unit.trunks:
         if t.id not in with_cells:
             labels = tuple(_stored(t.condition.get(path), kind) for path, kind in kinds.items())
-            yield (None, t.item, t.id, t.seed, None, *fixed, t.id in owned, *labels)
+            yield (None, t.item, t.id, t.seed, None, *fixed, t.id in owned, *labels, *([None] if patched else []))
 
 
 def _stored(label: Any, kind: pa.DataType) -> Any:
@@ -105,6 +112,8 @@ class UnitInfo:
     """Trunks it needs that another unit of the plan needs too, whoever owns them."""
     part: int = 0
     """With which it entered the plan."""
+    donors: Mapping[str, int] = field(default_factory=dict)
+    """Other unit -> bitmap of its cells that give activations to cells of this one."""
 
 
 class PlanFile:
@@ -144,6 +153,11 @@ class PlanFile:
 
     def infos(self) -> Iterator[UnitInfo]:
         """The units in plan order, read one row group at a time."""
+        outside = self._outside_donors()
+        for info in self._infos():
+            yield replace(info, donors=outside[info.id]) if info.id in outside else info
+
+    def _infos(self) -> Iterator[UnitInfo]:
         foreign = self._foreign()
         for part in range(len(self.parts)):
             info: UnitInfo | None = None
@@ -155,6 +169,39 @@ class PlanFile:
                     info = piece if info is None else _joined(info, piece)
             if info is not None:
                 yield info
+
+    def _outside_donors(self) -> dict[str, dict[str, int]]:
+        """Unit -> other unit -> bitmap of its cells that cells of the first need."""
+        wanted: dict[str, set[str]] = {}
+        for part in range(len(self.parts)):
+            where, fs = arrow(self.parts[part])
+            if "donors" not in pq.read_schema(where, filesystem=fs).names:
+                continue
+            table = pq.read_table(where, columns=["unit", "cell", "donors"], filesystem=fs)
+            own = dict(zip(table["cell"].to_pylist(), table["unit"].to_pylist(), strict=True))
+            for unit, donors in zip(table["unit"].to_pylist(), table["donors"].to_pylist(), strict=True):
+                if outside := {d for d in donors or () if d and own.get(d) != unit}:
+                    wanted.setdefault(unit, set()).update(outside)
+        at = self.locate({donor for donors in wanted.values() for donor in donors})
+        found: dict[str, dict[str, int]] = {}
+        for unit, donors in wanted.items():
+            needed = found.setdefault(unit, {})
+            for root, position in (at[donor] for donor in donors):
+                needed[root] = needed.get(root, 0) | 1 << position
+        return found
+
+    def locate(self, cells: Collection[str]) -> dict[str, tuple[str, int]]:
+        """Cell id -> (unit, its position there). KeyError for a cell that the plan does not have."""
+        found: dict[str, tuple[str, int]] = {}
+        for part in range(len(self.parts)) if cells else ():
+            where, fs = arrow(self.parts[part])
+            table = pq.read_table(where, columns=["cell", "unit"], filesystem=fs)
+            for row in np.flatnonzero(pc.is_in(table["cell"], value_set=pa.array(list(cells), pa.string()))):
+                unit = table["unit"][row].as_py()
+                found[table["cell"][row].as_py()] = (unit, int(row) - self._where[unit][1])
+        if missing := set(cells) - set(found):
+            raise KeyError(f"the plan of {str(self.root)!r} does not have the cells {sorted(missing)[:3]}")
+        return found
 
     def _foreign(self) -> pa.Array:
         """Trunks that some unit needs and does not own."""
@@ -183,20 +230,23 @@ class PlanFile:
         """One unit whole. KeyError where the plan has none of that name."""
         part, first, last = self._where[name]
         rows = self._slice(part, first, last)
-        axes = [c for c in rows.column_names if c not in tables.PLAN.names]
+        axes = [c for c in rows.column_names if c not in (*tables.PLAN.names, "donors")]
+        donors = rows["donors"].to_pylist() if "donors" in rows.column_names else itertools.repeat(None)
         cells, trunks, owns, needed = [], {}, {}, set()
         on_trunk = [a for a in axes if a.startswith(("trunk.", "scenario.trunk."))]
         columns = {name: rows[name].to_pylist() for name in rows.column_names}
         fixed = zip(*(columns[c] for c in ("cell", "item", "trunk", "trunk_seed", "branch_seed", "owned")), strict=True)
         points = zip(*(columns[axis] for axis in axes), strict=True) if axes else itertools.repeat(())
         known: dict[tuple, dict[str, Any]] = {}
-        for (cell, item, trunk, trunk_seed, branch_seed, owned), point in zip(fixed, points, strict=False):
+        for (cell, item, trunk, trunk_seed, branch_seed, owned), point, given in zip(
+            fixed, points, donors, strict=False
+        ):
             condition = known.get(point)
             if condition is None:
                 condition = known[point] = {a: v for a, v in zip(axes, point, strict=True) if v is not None}
             if cell is not None:
                 cells.append(Cell(id=cell, item=item, trunk=trunk, condition=condition, trunk_seed=trunk_seed,
-                                  branch_seed=branch_seed, unit=name))  # fmt: skip
+                                  branch_seed=branch_seed, unit=name, donors=tuple(given or ())))  # fmt: skip
             if trunk not in trunks:
                 needed.add(item)
                 shared = {a: condition[a] for a in on_trunk if a in condition}

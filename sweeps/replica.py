@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from . import aggregates
+from . import aggregates, donation
 from .aggregates import CellResult
-from .casting import Models, Part, Setting
+from .casting import Models, Part, Setting, acts
 from .config import SweepConfig
 from .failpoints import reach
 from .grid import conditions
@@ -34,7 +34,10 @@ from .units import part_of, unpack
 from .writer import UnitWriter
 
 if TYPE_CHECKING:
+    from interlens.interp.activation_cache import CaptureSpec
     from interlens.turns import Steps
+
+    from .config import InterventionConfig
 
 ERROR_CHARS = 1500
 
@@ -140,6 +143,16 @@ class UnitRun:
         self.sums = aggregates.sums(aggregates.build(replica.config.aggregate))
         self.states = {aggregate.name: aggregate.zero() for aggregate in self.sums}
         self.left = {cell.id: cell for cell in unit.cells}
+        self.recipients: dict[str, list[Cell]] = defaultdict(list)
+        """Cell -> cells of this unit that it gives activations to."""
+        for cell in unit.cells:
+            for donor in {*cell.donors} & set(self.left) - {cell.id}:
+                self.recipients[donor].append(cell)
+        self.blocked: dict[str, tuple[Cell, Any]] = {}
+        """Cells whose trunk is there and that wait for a donor, with that trunk."""
+        self._read: donation.Archive | None = None
+        self.given: dict[str, dict[tuple, Any]] = {}
+        """Donor -> what it left for its recipients, until all of them are done."""
         self.left_trunks = {trunk.id: trunk for trunk in unit.trunks if trunk.id not in trunk_units}
         self.tokens = self.num_held = self.num_failed = 0
         self.first_error = ""
@@ -193,7 +206,15 @@ class UnitRun:
 
     def _branch(self, cells: list[Cell], trunk: Any) -> None:
         for cell in cells:
-            self.scheduler.add(self._play_cell(cell, trunk), tag=cell)
+            if cell.id not in self.left:  # its donor failed
+                continue
+            if self._waits(cell):
+                self.blocked[cell.id] = (cell, trunk)
+            else:
+                self.scheduler.add(self._play_cell(cell, trunk), tag=cell)
+
+    def _waits(self, cell: Cell) -> bool:
+        return any(donor in self.left for donor in cell.donors if donor != cell.id)
 
     def _play_cell(self, cell: Cell, trunk: Any) -> Steps:
         setting = self.replica.setting(self.unit.part, dict(cell.condition))
@@ -204,22 +225,75 @@ class UnitRun:
             conversation.branch_start = len(trunk)
         if framing := setting.framing(row):
             conversation.transcript.append(conversation.moderator_name, framing)
-        records = yield from self._play(conversation, setting, "branch")
+        records = yield from self._play(conversation, setting, "branch", cell)
         outcomes: dict[str, Any] = {}
         for analyze in _analyzers(setting.config.scenario.analyzers):
             outcomes.update(analyze(conversation))
         return conversation, records, outcomes, len(trunk), _routing(conversation, setting, records)
 
-    def _play(self, conversation: Any, setting: Setting, part: Part) -> Steps:
+    def _play(self, conversation: Any, setting: Setting, part: Part, cell: Cell | None = None) -> Steps:
         records: list[Any] = []
         for number, speaker in enumerate(setting.speakers(part)):
-            turn = yield from conversation.turn(speaker, **setting.options(part, number, speaker))
-            records += turn.records
+            options = setting.options(part, number, speaker)
+            if cell is not None and cell.donors:
+                options["patch"] = yield from self._patches(conversation, setting, cell, number, speaker)
+            asked = self._asked_of(cell, number, speaker) if cell is not None else {}
+            specs = (*options.pop("capture", ()), *asked)
+            turn = yield from conversation.turn(speaker, **options, capture=specs)
+            if asked and cell is not None:
+                given, own = donation.parted(number, asked, specs, turn, conversation.participant(speaker))
+                self.given.setdefault(cell.id, {}).update(given)
+                records += own
+            else:
+                records += turn.records
             if turn.message is not None:
                 generated = int(turn.message.metadata.get("n_tokens", 0))
                 self.tokens += generated
                 self.replica.tokens += generated
         return records
+
+    # ---- patches
+
+    def _asked_of(self, cell: Cell, turn: int, speaker: str) -> dict[CaptureSpec, InterventionConfig]:
+        """What a donor keeps in one of its turns for the cells of this unit that are patched from it."""
+        found = {}
+        for recipient in self.recipients.get(cell.id, ()):
+            setting = self.replica.setting(self.unit.part, dict(recipient.condition))
+            for edit, donor in zip(setting.patches, recipient.donors, strict=True):
+                if donor == cell.id and speaker in edit.participants and acts(edit, "branch", turn):
+                    found[donation.spec_of(edit)] = edit
+        return found
+
+    def _patches(self, conversation: Any, setting: Setting, cell: Cell, turn: int, speaker: str) -> Steps:
+        """The patches of one turn; a patch from the cell itself puts back what the prompt gives without it."""
+
+        def own(edits: list[InterventionConfig], patches: list[Any]) -> Steps:
+            specs = tuple(dict.fromkeys(map(donation.spec_of, edits)))
+            steering = setting.options("branch", turn, speaker).get("steering")
+            sample = yield from conversation.turn(
+                speaker, commit=False, max_new_tokens=0, capture=specs, patch=patches, steering=steering
+            )
+            layers = conversation.participant(speaker).num_layers
+            return donation.kept(turn, edits, specs, sample.records, layers)
+
+        return (yield from donation.patches_of(
+            cell, setting, turn, speaker, self._archive, own=own, here=self.given
+        ))  # fmt: skip
+
+    def _archive(self) -> donation.Archive:
+        """What was committed before this unit was dispatched."""
+        if self._read is None:
+            self._read = donation.Archive(self.replica.root, self.replica.models)
+        return self._read
+
+    def _settled(self, cell: Cell) -> None:
+        """Cells that waited for this one go on; what is needed no more is let go."""
+        for recipient in self.recipients.get(cell.id, ()):
+            if recipient.id in self.blocked and not self._waits(recipient):
+                self.scheduler.add(self._play_cell(*self.blocked.pop(recipient.id)), tag=recipient)
+        for donor in cell.donors:
+            if not any(other.id in self.left for other in self.recipients.get(donor, ())):
+                self.given.pop(donor, None)
 
     # ---- outcomes
 
@@ -242,7 +316,8 @@ class UnitRun:
         error = f"trunk {trunk.id} failed: {_short(done.error)}"
         self.writer.fail_trunk(trunk.id, _short(done.error), done.traceback or "", self.attempts + 1)
         for cell in cells:
-            self._fail(cell, error, done.traceback or "")
+            if cell.id in self.left:  # not with its donor
+                self._fail(cell, error, done.traceback or "")
 
     def _cell_done(self, done: Any) -> None:
         cell = done.tag
@@ -268,6 +343,7 @@ class UnitRun:
         self.left.pop(cell.id)
         self.num_held += 1
         self.replica.cells[self.unit.id] = self.num_held
+        self._settled(cell)
 
     def _add_to_sums(self, result: CellResult) -> dict[str, Any]:
         """The states with this cell in all of them, or an exception and no state changed."""
@@ -283,6 +359,11 @@ class UnitRun:
         self.left.pop(cell.id)
         self.num_failed += 1
         self.first_error = self.first_error or error
+        self.blocked.pop(cell.id, None)
+        for recipient in self.recipients.get(cell.id, ()):
+            if recipient.id in self.left:
+                self._fail(recipient, f"its donor {cell.id} failed: {error}"[:ERROR_CHARS], details)
+        self._settled(cell)
 
     # ---- the end
 

@@ -80,6 +80,10 @@ class Run(Records):
         parts = sorted(int(p.stem.split("-")[1]) for p in self.root.glob("config-*.yaml"))
         return SweepConfig.from_dict(store.read_yaml(self.root, f"config-{parts[-1]}.yaml"))
 
+    def config_of(self, part: int) -> SweepConfig:
+        """As a part of the plan entered the run."""
+        return SweepConfig.from_dict(store.read_yaml(self.root, f"config-{part}.yaml"))
+
     @cached_property
     def plan(self) -> PlanFile:
         return PlanFile(self.root)
@@ -95,7 +99,7 @@ class Run(Records):
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes of the grid: columns of `cells`."""
-        return tuple(name for name in self.cells.column_names if name not in (*tables.PLAN.names, "state"))
+        return tuple(name for name in self.cells.column_names if name not in (*tables.PLAN.names, "donors", "state"))
 
     @cached_property
     def cells(self) -> pa.Table:
@@ -274,8 +278,7 @@ class Run(Records):
         planned = self.plan_row(cell)
         unit = self.plan.unit(planned["unit"])
         condition = next(c.condition for c in unit.cells if c.id == cell)
-        began = SweepConfig.from_dict(store.read_yaml(self.root, f"config-{unit.part}.yaml"))
-        config = applied(began, condition)
+        config = applied(self.config_of(unit.part), condition)
         setting = Setting(config, Models(config), self.root)
         made = setting.conversation("branch", unit.items[planned["item"]], self.messages(cell))
         made.key = (planned["item"], planned["trunk_seed"], planned["branch_seed"])

@@ -43,8 +43,12 @@ def unit_id(packed: bytes) -> str:
 class Units:
     """Looks up units. `plan`: reads a unit of the plan by name; `commit`: reads a unit's commit, if it stands."""
 
-    def __init__(self, plan: Callable[[str], Unit], commit: Callable[[str], Commit | None], kept: int = 8):
-        self._commit = commit
+    def __init__(
+        self, plan: Callable[[str], Unit], commit: Callable[[str], Commit | None], kept: int = 8,
+        locate: Callable[[set[str]], Mapping[str, tuple[str, int]]] = lambda cells: {},
+    ):  # fmt: skip
+        """`locate`: where the plan has cells: id -> (unit, position)."""
+        self._commit, self._locate = commit, locate
         self._root = lru_cache(maxsize=kept)(plan)
 
     def get(self, name: str) -> Unit:
@@ -77,11 +81,28 @@ class Units:
         return {p: cell for p, cell in enumerate(self._root(root).cells) if bits >> p & 1}
 
     def needs(self, root: str, bits: int) -> Needs:
-        """Every trunk that these cells need."""
+        """Every trunk and donor that these cells need; donors may be among these cells."""
         unit = self._root(root)
         sampled = {trunk.id for trunk in unit.trunks}
         trunks = dict.fromkeys(c.trunk for p, c in enumerate(unit.cells) if bits >> p & 1 and c.trunk in sampled)
-        return Needs(trunks=tuple(trunks))
+        return Needs(trunks=tuple(trunks), donors=self._donors(root, bits))
+
+    def _donors(self, root: str, bits: int) -> dict[str, int]:
+        unit = self._root(root)
+        wanted = {d for p, c in enumerate(unit.cells) if bits >> p & 1 for d in c.donors if d and d != c.id}
+        found: dict[str, int] = {}
+        if here := {cell.id for cell in unit.cells} & wanted:
+            found[root] = self.bits(root, here)
+        for other, position in self._locate(wanted - here).values() if wanted - here else ():
+            found[other] = found.get(other, 0) | 1 << position
+        return found
+
+    def donor_positions(self, root: str, bits: int) -> dict[int, tuple[int, ...]]:
+        """Position -> positions, among these cells, of the donors it waits for."""
+        cells = self.cells(root, bits)
+        at = {cell.id: position for position, cell in cells.items()}
+        found = {p: tuple(at[d] for d in cell.donors if d != cell.id and d in at) for p, cell in cells.items()}
+        return {position: given for position, given in found.items() if given}
 
     def part(self, root: str, name: str, part: Part) -> Unit:
         """A unit with these cells of a root, the trunks they need, and the trunks it shall sample besides."""

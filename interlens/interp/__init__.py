@@ -19,7 +19,7 @@ _HOMES = {
     "intervention": ("Intervention",),
     "lens": ("logit_lens", "unembed"),
     "logprobs": ("token_logprobs",),
-    "patching": ("Patch",),
+    "patching": ("AlignedPatch", "Patch"),
     "pooled_residuals": ("span_pooled_residuals",),
     "pooling": ("group_pool", "span_pool"),
     "registration": ("Registration", "register"),

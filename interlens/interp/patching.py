@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .registration import Registration, register
-from .select import Select
+from .select import Layout, Select, TokenSequence
 from .sites import site_at
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ class Patch:
     layer: int
     positions: tuple[int, ...]
     site: str = "residual"
+    rank: int = 0
+    """0: before any steering at its place; 2: after it, so that the state there is the given one."""
 
-    rank = 0
     per_position = True
 
     def __post_init__(self):
@@ -91,7 +92,7 @@ class Patch:
     def fingerprint(self) -> str:
         """Hash of site, layer, positions and values."""
         digest = hashlib.blake2b(digest_size=16)
-        digest.update(json.dumps(["patch", self.site, self.layer, self.positions]).encode())
+        digest.update(json.dumps(["patch", self.site, self.layer, self.positions, *([self.rank] if self.rank else [])]).encode())
         digest.update(self.activations.double().numpy().tobytes())
         return digest.hexdigest()
 
@@ -147,6 +148,39 @@ class Patch:
     def register(self, model: torch.nn.Module) -> Registration:
         """Put this edit on `model` until `.remove()` or the end of a with-block. See `registration`."""
         return register(model, [self])
+
+
+@dataclass(frozen=True, eq=False)
+class AlignedPatch:
+    """A patch whose positions are known once the prompt is: row i of `activations` [n, D] goes to the i-th position of
+    the prompt that `tokens` selects.
+
+    Give it as `patch=` of a turn; `bound` makes the `Patch` of it for one prompt.
+    """
+
+    activations: Tensor
+    layer: int
+    tokens: Select
+    site: str = "residual"
+    rank: int = 0
+
+    def bound(self, ids: Sequence[int], layout: Layout) -> Patch:
+        """The patch for this prompt. ValueError, with both lengths, unless as many positions are selected as rows."""
+        sequence = TokenSequence(list(ids), layout)
+        self.tokens.check(sequence)
+        positions = self.tokens.mask(sequence).nonzero()[0].tolist()
+        if len(positions) != len(self.activations) or not positions:
+            raise ValueError(
+                f"cannot patch {self.site!r} at layer {self.layer}: {self.tokens} selects {len(positions)} of the "
+                f"{len(sequence)} prompt tokens here and {len(self.activations)} in the donor; they must be as many, "
+                "at least one: choose tokens that both prompts have, such as message(0) or positions(-1)"
+            )
+        return Patch(self.activations, self.layer, tuple(positions), self.site, self.rank)
+
+
+def bound(spec: Any, ids: Sequence[int], layout: Layout) -> Any:
+    """An intervention as it stands for this prompt."""
+    return spec.bound(ids, layout) if isinstance(spec, AlignedPatch) else spec
 
 
 def _selects(tokens: Select, record: ActivationRecord, row: int) -> bool:

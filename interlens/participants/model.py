@@ -154,6 +154,7 @@ class ModelParticipant(Participant):
 
     def _generate(self, view: Any, request: TurnRequest, round_: int) -> Steps:
         from ..engine.request import Request, Sampling
+        from ..interp.patching import bound
 
         rendered, options = self.render(view), request.options
         sampling = Sampling(
@@ -162,9 +163,10 @@ class ModelParticipant(Participant):
         )  # fmt: skip
         key = request.key if round_ == 0 else (*request.key[:3], [request.key[3], round_])
         adapter = self.weights.get(self.adapter).adapter
+        patches = [bound(patch, rendered.ids, rendered.layout) for patch in as_tuple(options.patch)]
         asked = Request(
             tokens=rendered.ids, sampling=sampling, key=key, adapter=adapter, layout=rendered.layout, keep=self.name,
-            interventions=(*as_tuple(options.patch), *self.steerings(options)), capture=as_tuple(options.capture),
+            interventions=(*patches, *self.steerings(options)), capture=as_tuple(options.capture),
             logprobs=options.return_logprobs,
         )  # fmt: skip
         reply = yield Generate(participant=self, request=asked)
