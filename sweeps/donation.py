@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from interlens.interp.activation_cache import ActivationRecord, CaptureSpec
     from interlens.turns import Turn
+
     from .casting import Models, Setting
     from .run import Run
 
@@ -115,7 +116,9 @@ class Archive:
         wanted |= {axis: cell.condition[axis] for axis in self.run.axes if axis in cell.condition} | dict(given.labels)
         table = self.run.cells
         if unknown := [name for name in wanted if name not in table.column_names]:
-            raise DonorFailed(f"run {given.run} has no axis {unknown[0]!r}; it has: {', '.join(self.run.axes) or 'none'}")
+            raise DonorFailed(
+                f"run {given.run} has no axis {unknown[0]!r}; it has: {', '.join(self.run.axes) or 'none'}"
+            )
         for name, value in wanted.items():
             kind = table.schema.field(name).type
             table = table.filter(pc.equal(table[name], str(value) if str(kind) == "string" else value))
@@ -143,30 +146,32 @@ def give(source: Source, turn: int, edits: Sequence[InterventionConfig]) -> Gene
     """What a finished cell computed at the prompt of one turn of its branch, for these patches."""
     from interlens.engine.request import Request
     from interlens.interp.patching import bound
+    from interlens.interp.select import Layout
     from interlens.turns import Generate
 
     archive, setting, cell = source.archive, source.setting, source.cell
     start = archive.run.num_trunk_messages(cell.id)
     said = [m for m in archive.run.messages(cell.id)[start:] if m.author in setting.config.scenario.participants]
-    if turn >= len(said) or said[turn].fed is None:
+    fed = said[turn].fed if turn < len(said) else None
+    if fed is None:
         raise DonorFailed(f"its donor {cell.id} has no turn {turn} of a local model")
-    fed, speaker = said[turn].fed, said[turn].author
+    prompt, layout, speaker = fed.prompt, fed.layout or Layout(), said[turn].author
     participant: Any = setting.conversation("branch", source.row).participant(speaker)
     steering = setting.options("branch", turn, speaker).get("steering", ())
 
     def feed(wanted: Sequence[InterventionConfig], patches: Sequence[Any]) -> Generator[Any, Any, Given]:
         specs = tuple(dict.fromkeys(map(spec_of, wanted)))
         request = Request(
-            tokens=fed.prompt, forced=(), layout=fed.layout, capture=specs,
+            tokens=prompt, forced=(), layout=layout, capture=specs,
             adapter=participant.weights.get(participant.adapter).adapter,
-            interventions=(*(bound(each, fed.prompt, fed.layout) for each in patches), *steering),
+            interventions=(*(bound(each, prompt, layout) for each in patches), *steering),
         )  # fmt: skip
         reply = yield Generate(participant=participant, request=request)
         if reply.error is not None:
             raise reply.error
         return kept(turn, wanted, specs, reply.records, participant.num_layers)
 
-    patches = yield from patches_of(cell, setting, turn, speaker, archive, own=feed)
+    patches = yield from patches_of(cell, setting, turn, speaker, lambda: archive, own=feed)
     return (yield from feed(edits, patches))
 
 
@@ -186,9 +191,7 @@ def kept(turn: int, edits: Sequence[InterventionConfig], specs: Sequence[Capture
     from interlens.turns import by_spec
 
     parts = dict(zip(specs, by_spec(records, specs, num_layers), strict=True))
-    return {
-        _key(turn, edit, record.layer): record.tensor for edit in edits for record in parts[spec_of(edit)]
-    }
+    return {_key(turn, edit, record.layer): record.tensor for edit in edits for record in parts[spec_of(edit)]}
 
 
 def _key(turn: int, edit: InterventionConfig, layer: int) -> tuple:
@@ -196,7 +199,7 @@ def _key(turn: int, edit: InterventionConfig, layer: int) -> tuple:
 
 
 def patches_of(
-    cell: Cell, setting: Setting, turn: int, speaker: str, archive: Archive | Callable[[], Archive], *,
+    cell: Cell, setting: Setting, turn: int, speaker: str, archive: Callable[[], Archive], *,
     own: Callable[..., Generator[Any, Any, Given]], here: Mapping[str, Given] | None = None,
 ) -> Generator[Any, Any, list[Any]]:  # fmt: skip
     """The patches that act in one turn of a cell's branch, in order.
@@ -212,7 +215,7 @@ def patches_of(
             continue
         given = (here or {}).get(donor)
         if given is None:
-            home = archive() if callable(archive) else archive
+            home = archive()
             other = parse_from(edit.from_)
             if other.run is not None:
                 home = home.other(setting.config, other.run)

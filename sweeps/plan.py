@@ -66,7 +66,15 @@ class Unit:
         return {
             "id": self.id,
             "cells": [
-                [c.id, c.item, c.trunk, dict(c.condition), c.trunk_seed, c.branch_seed, *([c.donors] if c.donors else [])]
+                [
+                    c.id,
+                    c.item,
+                    c.trunk,
+                    dict(c.condition),
+                    c.trunk_seed,
+                    c.branch_seed,
+                    *([c.donors] if c.donors else []),
+                ]
                 for c in self.cells
             ],
             "trunks": [[t.id, t.item, t.seed, dict(t.condition)] for t in self.trunks],
@@ -80,8 +88,16 @@ class Unit:
     def from_dict(cls, data: Mapping[str, Any]) -> Unit:
         """The inverse of `to_dict`."""
         cells = tuple(
-            Cell(id=i, item=item, trunk=t, condition=c, trunk_seed=ts, branch_seed=bs, unit=data["id"],
-                 donors=tuple(*donors))
+            Cell(
+                id=i,
+                item=item,
+                trunk=t,
+                condition=c,
+                trunk_seed=ts,
+                branch_seed=bs,
+                unit=data["id"],
+                donors=tuple(*donors),
+            )
             for i, item, t, c, ts, bs, *donors in data["cells"]
         )
         trunks = tuple(Trunk(id=i, item=item, seed=s, condition=c) for i, item, s, c in data["trunks"])

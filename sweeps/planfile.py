@@ -43,9 +43,7 @@ def _axis_type(axis: AxisConfig) -> pa.DataType:
     return pa.float64() if numbers else pa.string()
 
 
-def write(
-    root: store.Root, part: int, axes: Sequence[AxisConfig], units: Iterable[Unit], patched: bool = False
-) -> int:
+def write(root: store.Root, part: int, axes: Sequence[AxisConfig], units: Iterable[Unit], patched: bool = False) -> int:
     """Write `plan/part-<part>.parquet` and the items of its units; the number of cells. Streamed.
 
     patched: cells may have donors.
@@ -82,8 +80,17 @@ def _rows(unit: Unit, kinds: Mapping[str, pa.DataType], patched: bool) -> Iterat
         labels = known.get(point)
         if labels is None:
             labels = known[point] = tuple(_stored(c.condition.get(path), kind) for path, kind in kinds.items())
-        yield (c.id, c.item, c.trunk, c.trunk_seed, c.branch_seed, *fixed, c.trunk in owned, *labels,
-               *([list(c.donors)] if patched else []))
+        yield (
+            c.id,
+            c.item,
+            c.trunk,
+            c.trunk_seed,
+            c.branch_seed,
+            *fixed,
+            c.trunk in owned,
+            *labels,
+            *([list(c.donors)] if patched else []),
+        )
     for t in unit.trunks:
         if t.id not in with_cells:
             labels = tuple(_stored(t.condition.get(path), kind) for path, kind in kinds.items())

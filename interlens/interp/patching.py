@@ -92,7 +92,9 @@ class Patch:
     def fingerprint(self) -> str:
         """Hash of site, layer, positions and values."""
         digest = hashlib.blake2b(digest_size=16)
-        digest.update(json.dumps(["patch", self.site, self.layer, self.positions, *([self.rank] if self.rank else [])]).encode())
+        digest.update(
+            json.dumps(["patch", self.site, self.layer, self.positions, *([self.rank] if self.rank else [])]).encode()
+        )
         digest.update(self.activations.double().numpy().tobytes())
         return digest.hexdigest()
 

@@ -206,7 +206,9 @@ def test_an_extended_grid_takes_donors_of_earlier_units(model, plain, tmp_path):
     infos = {info.id: info for info in plan.infos()}
     assert infos["u000000"].donors == {} and infos["u000001"].donors == {"u000000": 0b11}
     units = Units(plan.unit, lambda name: None, locate=plan.locate)
-    assert units.needs("u000001", 0b01) == Needs(trunks=(plan.unit("u000001").cells[0].trunk,), donors={"u000000": 0b01})
+    assert units.needs("u000001", 0b01) == Needs(
+        trunks=(plan.unit("u000001").cells[0].trunk,), donors={"u000000": 0b01}
+    )
 
 
 def test_units_keep_donors_and_recipients_of_an_item_together(model, tmp_path):
