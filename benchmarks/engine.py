@@ -291,19 +291,15 @@ def decode_step(bench: Bench) -> dict:
     return {f"{n} rows": _decode_step(bench, n) for n in (1, 8, 32, 128)}
 
 
-def _decode_step(bench: Bench, n: int) -> str:
-    functional, config, width = torch.nn.functional, bench.model.config, 64
+def _bare(bench: Bench, n: int) -> Callable[[], float]:
+    """Seconds of one token's matrix products and attention at n rows, nothing else."""
+    functional, config, width = torch.nn.functional, bench.model.config, 80
     weights = [p for name, p in bench.model.named_parameters() if p.dim() == 2 and "embed" not in name]
     head = bench.model.get_input_embeddings().weight
-    engine = Engine(bench.model, rows=n, reuse=False)
-    requests = bench.requests(n, 1000, prompt=bench.text(width), temperature=0)
-    tickets = [engine.submit(request) for request in requests]
-    while len(engine.live) < n:
-        engine.step()
     inputs = {size: torch.randn(n, size, dtype=torch.bfloat16) for size in {w.shape[1] for w in weights}}
     query = torch.randn(n, config.num_key_value_heads, 3, 64, dtype=torch.bfloat16)
-    keys = torch.randn(n, config.num_key_value_heads, width + 16, 64, dtype=torch.bfloat16)
-    mask = torch.zeros(n, 1, 1, width + 16, dtype=torch.bfloat16)
+    keys = torch.randn(n, config.num_key_value_heads, width, 64, dtype=torch.bfloat16)
+    mask = torch.zeros(n, 1, 1, width, dtype=torch.bfloat16)
 
     @torch.no_grad()
     def bare() -> float:
@@ -315,15 +311,57 @@ def _decode_step(bench: Bench, n: int) -> str:
             functional.scaled_dot_product_attention(query, keys, keys, attn_mask=mask)
         return time.perf_counter() - start
 
+    return bare
+
+
+def _decode_step(bench: Bench, n: int) -> str:
+    engine = Engine(bench.model, rows=n, reuse=False)
+    requests = bench.requests(n, 1000, prompt=bench.text(64), temperature=0)
+    tickets = [engine.submit(request) for request in requests]
+    while len(engine.live) < n:
+        engine.step()
+
     def step() -> float:
         start = time.perf_counter()
         engine.step()
         return time.perf_counter() - start
 
-    ours, theirs = interleaved(7, step, bare)
+    ours, theirs = interleaved(7, step, _bare(bench, n))
     for ticket in tickets:
         engine.cancel(ticket)
     return f"{median(ours) * 1e3:.1f} ms, {median(ours) / median(theirs):.2f}x bare"
+
+
+@row
+def decode_profile(bench: Bench) -> dict:
+    """Where a sampled decode step of steered, captured conversations spends its time: shares of operators at 32 rows."""
+    from torch.profiler import ProfilerActivity, profile
+
+    engine = Engine(bench.model, rows=32)
+    tickets = [engine.submit(request) for request in bench.requests(32, 64, steer=True, capture=True)]
+    while len(engine.live) < 32:
+        engine.step()
+    for _ in range(8):
+        engine.step()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        for _ in range(16):
+            engine.step()
+    for ticket in tickets:
+        engine.cancel(ticket)
+    kinds = {
+        "matrix products": ("mm", "addmm", "bmm"),
+        "attention": ("_scaled_dot_product_flash_attention_for_cpu",),
+        "top-k": ("topk",),
+    }
+    events = profiled.key_averages()
+    total = sum(event.self_cpu_time_total for event in events)
+    shares = dict.fromkeys([*kinds, "the rest"], 0.0)
+    for event in events:
+        name = event.key.removeprefix("aten::")
+        kind = next((k for k, names in kinds.items() if name in names), "the rest")
+        shares[kind] += event.self_cpu_time_total / total
+    one, many = interleaved(7, _bare(bench, 1), _bare(bench, 32))
+    return {**shares, "bare products and attention, 32 rows over 1 row": median(many) / median(one)}
 
 
 @row
