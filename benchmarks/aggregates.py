@@ -30,7 +30,7 @@ from sweeps.config import AggregateConfig
 from sweeps.plan import expand
 from sweeps.writer import UnitWriter
 
-WIDTH, TOKENS = 576, 24
+WIDTH, TOKENS, LAYERS = 576, 24, (8, 12, 16, 20)
 CONTRAST = "framing == 'warm' vs framing == 'cold'"
 
 
@@ -45,11 +45,11 @@ def main() -> None:
 
 
 def written(root: Path, cells: int) -> sweeps.run.Run:
-    """A run folder of made-up records: per cell one pooled vector and the rows of its tokens."""
+    """A run folder of made-up records: per cell a pooled vector at four layers, and the rows of its tokens at one."""
     model = root / "tiny"
     model.mkdir()
     (model / "config.json").write_text(
-        f'{{"num_hidden_layers": 2, "hidden_size": {WIDTH}, "num_attention_heads": 9, "vocab_size": 50}}'
+        f'{{"num_hidden_layers": 30, "hidden_size": {WIDTH}, "num_attention_heads": 9, "vocab_size": 50}}'
     )
     config = from_plain({
         "scenario": {
@@ -59,7 +59,9 @@ def written(root: Path, cells: int) -> sweeps.run.Run:
         },
         "models": {"tiny": {"source": str(model), "dtype": "float32"}},
         "grid": {"framing": {"warm": "Be warm.", "cold": "Be cold."}},
-        "capture": [{"participants": ["bob"], "layers": [1], "pool": "mean"}, {"participants": ["bob"], "layers": [1]}],
+        "capture": [
+            {"participants": ["bob"], "layers": list(LAYERS), "pool": "mean"}, {"participants": ["bob"], "layers": [16]},
+        ],
         "plan": {"unit_cells": 2000},
         "run": {"dir": str(root / "run")},
     })  # fmt: skip
@@ -72,16 +74,16 @@ def written(root: Path, cells: int) -> sweeps.run.Run:
             tokens = tuple(range(TOKENS))
             shared = {"tokens": tokens, "positions": tokens, "selection": "generated(0)"}
             kept = [
-                ActivationRecord("bob", 1, 1, "residual", rows.mean(0)[None], (0, 1), {"answer": (0, 1)}, pool="mean",
-                                 num_pooled=TOKENS, **shared),
-                ActivationRecord("bob", 1, 1, "residual", rows, (0, TOKENS), {"answer": (0, TOKENS)}, **shared),
+                *(ActivationRecord("bob", 1, layer, "residual", rows.mean(0)[None], (0, 1), {"answer": (0, 1)}, pool="mean",
+                                   num_pooled=TOKENS, **shared) for layer in LAYERS),
+                ActivationRecord("bob", 1, 16, "residual", rows, (0, TOKENS), {"answer": (0, TOKENS)}, **shared),
             ]  # fmt: skip
             writer.add_cell(cell, [Message("moderator", "?"), Message("bob", "!")], kept, {}, start=0)
             count += 1
         writer.commit()
     run = sweeps.open(config.run.dir)
     size = sum(Path(path).stat().st_size for path in run.files("activations")) / 1e9
-    print(f"{count} cells, {count * (TOKENS + 1)} rows of {WIDTH} float32, {size:.2f} GB, ", end="")
+    print(f"{count} cells, {count * (TOKENS + len(LAYERS))} rows of {WIDTH} float32, {size:.2f} GB, ", end="")
     print(f"written in {time.process_time() - begun:.0f} CPU s\n")
     return run
 
@@ -94,6 +96,7 @@ SUMS = {
     "difference of means, tokens": built("difference_of_means", contrast=CONTRAST, pool=None),
     "moments, tokens": built("moments", by="framing", pool=None),
     "difference of means, pooled": built("difference_of_means", contrast=CONTRAST),
+    "moments, pooled": built("moments", by="framing"),
 }
 
 
@@ -102,10 +105,10 @@ def streaming(run: sweeps.run.Run) -> None:
     size = sum(Path(path).stat().st_size for path in run.files("activations"))
     read = min(timed(lambda: [np.fromfile(path, np.uint8) for path in run.files("activations")])[0] for _ in range(3))
     print(f"{'read the same bytes':34}{read:8.2f}{size / read / 1e9:8.2f}")
-    pooled = size / (TOKENS + 1)
+    pooled = size * len(LAYERS) / (TOKENS + len(LAYERS))
     for name, aggregate in SUMS.items():
         used = pooled if name.endswith("pooled") else size - pooled
-        seconds = min(timed(lambda a=aggregate: recompute(run, a))[0] for _ in range(2))
+        seconds = min(timed(lambda a=aggregate: recompute(run, a))[0] for _ in range(3))
         speed = used / seconds / 1e9
         print(f"{name:34}{seconds:8.2f}{speed:8.2f}{speed / (size / read / 1e9):8.0%}")
 

@@ -63,10 +63,15 @@ def _probe(method: str, raw: np.ndarray, x: np.ndarray, y: np.ndarray, threshold
     )
 
 
-def difference_of_means(x: Any, y: Any, groups: Sequence[Hashable] | None = None) -> Probe:
-    """Mean of the positive rows minus mean of the negative ones ("mass mean", Marks and Tegmark 2023)."""
+def difference_of_means(x: Any, y: Any, groups: Sequence[Hashable] | None = None, weights: Any = None) -> Probe:
+    """Mean of the positive rows minus mean of the negative ones ("mass mean", Marks and Tegmark 2023).
+
+    `weights` [N]: how much each row counts in its mean, such as the tokens that are in it.
+    """
     x, y = _check(x, y)
-    return _probe("difference_of_means", x[y].mean(axis=0) - x[~y].mean(axis=0), x, y)
+    times = np.ones(len(y)) if weights is None else as_float64(weights)
+    means = [np.average(x[side], axis=0, weights=times[side]) for side in (y, ~y)]
+    return _probe("difference_of_means", means[0] - means[1], x, y)
 
 
 def lda(x: Any, y: Any, groups: Sequence[Hashable] | None = None, shrinkage: str | float = "auto") -> Probe:
@@ -231,7 +236,7 @@ def _held_out(layers: dict, y, index, fold_of, method, options, seed) -> tuple[n
         if y[train].all() or not y[train].any():
             continue
         layer = next(iter(layers)) if len(layers) == 1 else _choose(layers, y, index, train, method, options, seed)
-        probe = fit(method, layers[layer][train], y[train], list(index[train]), **options)
+        probe = fit(method, layers[layer][train], y[train], list(index[train]), **_of_rows(options, train))
         spread = probe.score(layers[layer][train]).std() or 1.0
         scores[test] = probe.score(layers[layer][test]) / spread
         right[test] = (scores[test] > 0) == y[test]
@@ -244,9 +249,16 @@ def _choose(layers: dict, y, index, train, method, options, seed) -> Hashable:
     inner = split_by_group(y[train], list(index[train]), folds=3, seed=seed)
     values = {}
     for layer, rows in layers.items():
-        scores, _, _ = _held_out({layer: rows[train]}, y[train], index[train], inner, method, options, seed)
+        own = _of_rows(options, train)
+        scores, _, _ = _held_out({layer: rows[train]}, y[train], index[train], inner, method, own, seed)
         values[layer] = _within_folds(scores, y[train], inner)(np.ones(int(train.sum())))
     return max(values, key=lambda layer: np.nan_to_num(values[layer], nan=-1.0))
+
+
+def _of_rows(options: Mapping[str, Any], rows: np.ndarray) -> dict[str, Any]:
+    """Options of a fit with the weights of some rows."""
+    weights = {"weights": options["weights"][rows]} if options.get("weights") is not None else {}
+    return {**options, **weights}
 
 
 def _within_folds(scores: np.ndarray, y: np.ndarray, fold_of: np.ndarray) -> Callable[[np.ndarray], float]:

@@ -6,14 +6,17 @@ float64: a bf16 running mean of 200 000 values around 3.0 comes out as 0.01.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-CHUNK_VALUES = 1 << 16
-"""Values converted to float64 at a time: half a megabyte, so that a chunk stays in cache between its passes."""
+CHUNK_VALUES = 1 << 18
+"""Values converted to float64 at a time: two megabytes, so that a chunk stays in cache between its passes."""
+CANCELLED = 64.0
+"""A sum of squares about zero is redone about the mean where it is more than this many times larger."""
 
 
 def as_float64(values: Any) -> np.ndarray:
@@ -21,6 +24,34 @@ def as_float64(values: Any) -> np.ndarray:
     if hasattr(values, "detach"):
         values = values.detach().cpu().double().numpy()
     return np.asarray(values, dtype=np.float64)
+
+
+class _Scratch(threading.local):
+    """Memory that is written again and again: fresh pages for every chunk would cost more than the arithmetic."""
+
+    def __init__(self):
+        self.values = np.empty(0)
+
+    def shaped(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Unset float64 rows [N, D], good until the next call."""
+        size = shape[0] * shape[1]
+        if self.values.size < size:
+            self.values = np.empty(size)
+        return self.values[:size].reshape(shape)
+
+    def float64(self, values: Any) -> np.ndarray:
+        """A float64 copy of rows [N, D], good until the next call."""
+        copy = self.shaped(tuple(values.shape))
+        if hasattr(values, "detach"):
+            import torch
+
+            torch.from_numpy(copy).copy_(values.detach())
+        else:
+            np.copyto(copy, values)
+        return copy
+
+
+_scratch, _squared = _Scratch(), _Scratch()
 
 
 class Moments:
@@ -48,32 +79,51 @@ class Moments:
     def has_covariance(self) -> bool:
         return self.m2.ndim == 2
 
-    def update(self, values: Any) -> Moments:
-        """Add rows, [N, D] or [D]. ValueError for another width. Returns itself."""
+    def update(self, values: Any, weights: Any = None) -> Moments:
+        """Add rows, [N, D] or [D]; `weights` [N]: how many times each counts. ValueError for another width.
+
+        Returns itself.
+        """
         values = values if hasattr(values, "shape") else np.asarray(values, dtype=np.float64)
         values = values[None] if len(values.shape) == 1 else values
         if len(values.shape) != 2 or values.shape[1] != self.width:
             raise ValueError(f"rows of shape {tuple(values.shape)} given; these moments take [N, {self.width}]")
+        times = None if weights is None else as_float64(weights)
+        if times is not None and times.shape != (len(values),):
+            raise ValueError(f"weights of shape {times.shape} for {len(values)} rows")
         step = max(CHUNK_VALUES // max(self.width, 1), 1)
         if self.has_covariance:
             step = max(step, 1024)
         for start in range(0, values.shape[0], step):
-            self._add_chunk(as_float64(values[start : start + step]))
+            part = slice(start, start + step)
+            self._add_chunk(_scratch.float64(values[part]), None if times is None else times[part])
         return self
 
-    def _add_chunk(self, chunk: np.ndarray) -> None:
-        total = np.ones(len(chunk)) @ chunk
+    def _add_chunk(self, chunk: np.ndarray, times: np.ndarray | None) -> None:
+        weights = np.ones(len(chunk)) if times is None else times
+        with np.errstate(invalid="ignore"):
+            total = weights @ chunk
         if not np.isfinite(total).all():
             finite = np.isfinite(chunk).all(axis=1)
             self.non_finite += int(len(chunk) - finite.sum())
-            chunk = chunk[finite]
-            total = np.ones(len(chunk)) @ chunk
-        if len(chunk) == 0:
+            chunk, weights = chunk[finite], weights[finite]
+            total = weights @ chunk
+        count = int(weights.sum())
+        if count == 0:
             return
-        mean = total / len(chunk)
-        centred = chunk - mean
-        m2 = centred.T @ centred if self.has_covariance else np.einsum("nd,nd->d", centred, centred)
-        self._combine(len(chunk), mean, m2)
+        mean = total / count
+        if self.has_covariance:
+            centred = chunk - mean
+            self._combine(count, mean, (centred * weights[:, None]).T @ centred)
+            return
+        squares = np.einsum("nd,nd->d", chunk, chunk) if times is None else weights @ (chunk * chunk)
+        about_zero = total * mean
+        m2 = squares - about_zero
+        lost = np.flatnonzero(about_zero > CANCELLED * m2)
+        if len(lost):
+            centred = chunk[:, lost] - mean[lost]
+            m2[lost] = weights @ (centred * centred)
+        self._combine(count, mean, m2)
 
     def _combine(self, count: int, mean: np.ndarray, m2: np.ndarray) -> None:
         if count == 0:
@@ -127,6 +177,64 @@ class Moments:
         moments.count, moments.non_finite = int(state["count"][0]), int(state["non_finite"][0])
         moments.mean, moments.m2 = as_float64(state["mean"]).copy(), as_float64(state["m2"]).copy()
         return moments
+
+
+class GroupedMoments:
+    """Moments of several groups of rows in one pass over rows that lie together: no group's rows are copied out."""
+
+    def __init__(self, width: int, groups: int):
+        self.count = np.zeros(groups, dtype=np.int64)
+        self.non_finite = np.zeros(groups, dtype=np.int64)
+        self.mean, self.m2 = np.zeros((groups, width)), np.zeros((groups, width))
+
+    def __getitem__(self, group: int) -> Moments:
+        found = Moments(self.mean.shape[1])
+        found.count, found.non_finite = int(self.count[group]), int(self.non_finite[group])
+        found.mean, found.m2 = self.mean[group].copy(), self.m2[group].copy()
+        return found
+
+    def update(self, values: Any, groups: np.ndarray, weights: np.ndarray | None = None) -> None:
+        """Add row i of `values` [N, D] to group `groups[i]` (-1: to none), `weights[i]` times."""
+        step = max(CHUNK_VALUES // max(values.shape[1], 1), 1)
+        for start in range(0, values.shape[0], step):
+            part = slice(start, start + step)
+            of = groups[part]
+            wanted = of >= 0
+            if 2 * wanted.sum() < len(of):
+                at = np.flatnonzero(wanted)
+                if len(at):
+                    self._add(values[part][at], of[at], None if weights is None else weights[part][at])
+            else:
+                self._add(values[part], of, None if weights is None else weights[part])
+
+    def _add(self, values: Any, of: np.ndarray, weights: np.ndarray | None) -> None:
+        chunk = _scratch.float64(values)
+        times = np.zeros((len(self.count), len(of)))
+        at = np.flatnonzero(of >= 0)
+        times[of[at], at] = 1 if weights is None else weights[at]
+        with np.errstate(invalid="ignore"):
+            totals = times @ chunk
+        if not np.isfinite(totals).all():  # also where a row of no group is not finite
+            good = np.isfinite(chunk).all(axis=1)
+            bad = at[np.flatnonzero(~good[at])]
+            self.non_finite += np.bincount(of[bad], minlength=len(self.count))
+            chunk[~good], times[:, ~good] = 0, 0
+            totals = times @ chunk
+        counts = times.sum(axis=1)
+        present = np.flatnonzero(counts)
+        mean = totals[present] / counts[present, None]
+        about_zero = totals[present] * mean
+        squares = times[present] @ np.square(chunk, out=_squared.shaped(chunk.shape))
+        m2 = squares - about_zero
+        for row, lost in zip(*np.nonzero(about_zero > CANCELLED * m2), strict=True):
+            centred = chunk[:, lost] - mean[row, lost]
+            m2[row, lost] = times[present[row]] @ (centred * centred)
+        total = self.count[present] + counts[present]
+        delta = mean - self.mean[present]
+        share = (counts[present] / total)[:, None]
+        self.m2[present] += m2 + delta * delta * share * self.count[present, None]
+        self.mean[present] += delta * share
+        self.count[present] = total
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from interlens.interp.activation_cache import ActivationCache, ActivationRecord
     from interlens.interp.expert_load import RoutingStats
+
+    from .aggregates.shards import Shard
+    from .store import Commit
 
 FILTERS = ("cell", "trunk", "participant", "message_idx", "layer", "site", "model", "pool", "selection", "source")
 
@@ -91,43 +94,38 @@ class Records(ABC):
         return cache
 
     def vectors(self, *, site: str = "residual", layer: int | None = None, participant: str | None = None,
-                pool: str = "mean", where: Any = None,
-                choose: Callable[[pa.Table], np.ndarray] | None = None) -> tuple[np.ndarray, pa.Table]:  # fmt: skip
+                pool: str = "mean", selection: str | None = None,
+                where: Any = None) -> tuple[np.ndarray, pa.Table]:  # fmt: skip
         """Pooled records as one array [N, D] float32, and the table of their N rows.
 
         The table has the index columns and the cell's item, axes and seeds; a trunk's own records have cell null.
-        `where`: a pyarrow expression over the index columns. `choose`: the numbers of the rows that are wanted, given
-        the whole table; no other row's tensor is read.
+        `selection`: the capture's tokens, as in the column of that name, where several captures have this pool.
+        `where`: a pyarrow expression over the index columns. ValueError where widths differ.
         """
-        filters: dict[str, Any] = {"site": site, "pool": pool}
-        filters |= {k: v for k, v in (("layer", layer), ("participant", participant)) if v is not None}
-        table = self.joined(self._index(where, filters))
-        if choose is not None:
-            table = table.take(pa.array(choose(table), pa.int64()))
-        return self._gather(table), table
+        from .aggregates.places import gather
+        from .aggregates.source import Source
 
-    def _gather(self, table: pa.Table) -> np.ndarray:
-        """The first row of every record of an index table, as float32 [N, D]. One copy, file by file."""
-        if not table.num_rows:
-            return np.zeros((0, 0), np.float32)
-        place = pc.binary_join_element_wise(table["file"], table["key"], "|").combine_chunks().dictionary_encode()
-        codes, starts = place.indices.to_numpy(), table["row_start"].to_numpy()
-        out: np.ndarray | None = None
-        for code, name in enumerate(place.dictionary.to_pylist()):
-            file, _, key = name.rpartition("|")
-            mapped = self._mapped(file)
-            matrix = mapped.rows(key, 0, mapped.entries[key].shape[0])
-            at = np.flatnonzero(codes == code)
-            taken = matrix[starts[at]].float().numpy()
-            if out is None:
-                out = np.empty((table.num_rows, taken.shape[1]), np.float32)
-            if taken.shape[1] != out.shape[1]:
-                raise ValueError(
-                    f"these records have widths {out.shape[1]} and {taken.shape[1]}; filter by model or site"
-                )
-            out[at] = taken
-        assert out is not None
-        return out
+        filters: dict[str, Any] = {"site": site, "pool": pool}
+        named = (("layer", layer), ("participant", participant), ("selection", selection))
+        filters |= {k: v for k, v in named if v is not None}
+        table = self.joined(self._index(where, filters))
+        return (gather(self, table, Source(pool=pool))[0] if table.num_rows else np.zeros((0, 0), np.float32)), table
+
+    def matrix(self, file: str, key: str) -> Tensor:
+        """A whole stored tensor [rows, D], memory-mapped. `file` and `key`: as in `records`."""
+        mapped = self._mapped(file)
+        return mapped.rows(key, 0, mapped.entries[key].shape[0])
+
+    def shards(self) -> Iterator[Shard]:
+        """What each unit holds, one after the other, in order of unit id."""
+        from .aggregates.shards import Shard
+
+        for commit in self.commits():
+            yield Shard(self, commit)
+
+    @abstractmethod
+    def commits(self) -> Iterator[Commit]:
+        """Every commit."""
 
     def _index(self, where: Any, filters: Mapping[str, Any]) -> pa.Table:
         return self.dataset("records").to_table(filter=_expression(where, filters, FILTERS))

@@ -9,6 +9,7 @@ from sklearn.metrics import roc_auc_score
 
 from interlens.probes import difference_of_means
 from interlens.statistics import (
+    GroupedMoments,
     Moments,
     RankedScores,
     auroc,
@@ -181,3 +182,27 @@ def test_bootstrap_is_a_function_of_its_seed():
     statistic = lambda w: float(w @ values / w.sum())  # noqa: E731
     assert bootstrap(statistic, None, 30, seed=1) == bootstrap(statistic, None, 30, seed=1)
     assert bootstrap(statistic, None, 30, seed=1) != bootstrap(statistic, None, 30, seed=2)
+
+
+def test_moments_of_groups_in_one_pass_equal_moments_of_each():
+    """Far from zero, with weights, with rows of no group and rows that are not finite."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((2000, 9)) + np.where(np.arange(9) % 4 == 0, 1e4, 0)).astype(np.float32)
+    x[5, 3], x[9, 1], x[20, 0] = np.nan, np.inf, -np.inf
+    groups, weights = rng.integers(-1, 3, 2000), rng.integers(1, 5, 2000).astype(float)
+    for times in (None, weights):
+        found = GroupedMoments(9, 3)
+        for part in (slice(0, 700), slice(700, 2000)):
+            found.update(x[part], groups[part], None if times is None else times[part])
+        for group in range(3):
+            rows = x[groups == group]
+            repeated = rows if times is None else np.repeat(rows, weights[groups == group].astype(int), axis=0)
+            finite = repeated[np.isfinite(repeated).all(axis=1)].astype(np.float64)
+            one = found[group]
+            assert one.count == len(finite) and one.non_finite == (~np.isfinite(rows).all(axis=1)).sum()
+            assert np.allclose(one.mean, finite.mean(0), rtol=1e-12, atol=1e-12)
+            assert np.allclose(one.variance(), finite.var(0, ddof=1), rtol=1e-9)
+            alone = Moments(9).update(rows, None if times is None else times[groups == group])
+            assert np.allclose(one.m2, alone.m2, rtol=1e-12) and alone.count == one.count
+    with pytest.raises(ValueError, match="weights of shape"):
+        Moments(9).update(x, weights[:3])

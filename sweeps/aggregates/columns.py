@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     from . import CellResult
 
-FIXED = ("cell", "trunk", "item", "trunk_seed", "branch_seed", "participant", "message_idx", "layer", "site", "pool")
+FIXED = (
+    "cell", "trunk", "item", "trunk_seed", "branch_seed", "participant", "message_idx", "layer", "site", "pool", "selection",
+)  # fmt: skip
 MESSAGE = ("author", "content", "finish_reason", "num_tokens")
 """Fields of `message.<field>`."""
 PREFIXES = ("item.", "outcome.", "message.", "label.")
@@ -56,6 +58,7 @@ def record_columns(result: CellResult, record: ActivationRecord) -> dict[str, An
         "layer": record.layer,
         "site": record.site,
         "pool": record.pool,
+        "selection": record.selection,
     }
     if 0 <= record.message_idx < len(result.messages):
         message = result.messages[record.message_idx]
@@ -218,14 +221,35 @@ def evaluated(table: pa.Table, test: Callable[[Mapping[str, Any]], Any]) -> np.n
     """`test` of every row, [N] of objects; called once per distinct row, so large tables cost no Python per row."""
     if table.num_rows == 0:
         return np.zeros(0, dtype=object)
-    codes = np.zeros(table.num_rows, dtype=np.int64)
-    for column in table.columns:
-        encoded = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-        encoded = encoded.dictionary_encode(null_encoding="encode").indices.to_numpy()
-        _, codes = np.unique(codes * (int(encoded.max()) + 1) + encoded, return_inverse=True)
-    _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
-    distinct = table.take(pa.array(first)).to_pylist()
+    codes, firsts = grouped(table)
+    distinct = table.take(pa.array(firsts)).to_pylist()
     results = np.empty(len(distinct), dtype=object)
     for i, row in enumerate(distinct):
         results[i] = test(row)
-    return results[inverse]
+    return results[codes]
+
+
+def grouped(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """Which distinct row each row is, [N], and where each of them stands first, [G]."""
+    codes, size = np.zeros(table.num_rows, dtype=np.int64), 1
+    for column in table.columns:
+        own, count = _codes(column)
+        codes, size = codes * count + own, size * count
+        if size > 4 * len(codes) + 1024:
+            _, codes = np.unique(codes, return_inverse=True)
+            size = int(codes.max(initial=0)) + 1
+    first = np.full(size, -1)
+    first[codes[::-1]] = np.arange(len(codes))[::-1]
+    present = np.flatnonzero(first >= 0)
+    number = np.empty(size, dtype=np.int64)
+    number[present] = np.arange(len(present))
+    return number[codes], first[present]
+
+
+def _codes(column: Any) -> tuple[np.ndarray, int]:
+    """A column as whole numbers, null among them, and how many there may be."""
+    column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if not pa.types.is_dictionary(column.type):
+        column = column.dictionary_encode()
+    count = len(column.dictionary)
+    return pc.fill_null(column.indices, count).to_numpy(), count + 1

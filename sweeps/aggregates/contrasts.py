@@ -10,6 +10,7 @@ from interlens.probes import cosine_map, evaluate, fit
 from .columns import check_known, check_met, read_labels
 from .expressions import parse, parse_contrast
 from .places import Labelled, Question, labelled_places, places, tensor_names
+from .source import Source
 
 CONTROLS = ("shuffled", "random")
 FINER_THAN_TRUNK = ("cell", "branch_seed", "message_idx")
@@ -18,6 +19,7 @@ FINER_THAN_TRUNK = ("cell", "branch_seed", "message_idx")
 class ContrastFit:
     """A contrast over stored vectors. `split` is what a held-out split never cuts; `where` keeps some rows only.
 
+    `participant, pool, tokens, phase, max_norm, weight`: which stored rows, as `Source` has them.
     `labels`: a CSV or Parquet file joined by `cell` (and `message_idx`), whose columns are `label.<column>`.
     `max_rows`: above it a keyed sample of rows is read and evaluated, and the result says so.
     """
@@ -35,7 +37,11 @@ class ContrastFit:
         labels: str | None = None,
         controls: Sequence[str] = CONTROLS,
         participant: str | None = None,
-        pool: str = "mean",
+        pool: str | None = "mean",
+        tokens: str | None = None,
+        phase: str | None = None,
+        max_norm: float | None = None,
+        weight: str | None = None,
         folds: int = 5,
         draws: int = 1000,
         permutations: int = 20,
@@ -48,7 +54,10 @@ class ContrastFit:
         self.contrast = parse_contrast(contrast)
         self.where = None if where is None else parse(where)
         self.labels = labels
-        self.split, self.controls, self.participant, self.pool = split, tuple(controls), participant, pool
+        self.split, self.controls = split, tuple(controls)
+        self.source = Source(
+            pool=pool, participant=participant, tokens=tokens, phase=phase, max_norm=max_norm, weight=weight
+        )
         self.folds, self.draws, self.permutations, self.max_rows = folds, draws, permutations, max_rows
 
     def check(self, config: Any) -> None:
@@ -76,20 +85,26 @@ class ContrastFit:
             "where": self.where.source if self.where else None,
             "labels": self.labels,
             "split": self.split,
-            "pool": self.pool,
+            **self.source.described(),
         }
 
     def places(self, run: Any) -> Iterator[Labelled]:
         """The labelled vectors of every place this aggregate reads, one after the other."""
-        question = Question(
-            contrast=self.contrast, split=self.split, where=self.where, labels=self.labels, max_rows=self.max_rows
-        )
-        return labelled_places(run, question, pool=self.pool, participant=self.participant)
+        return labelled_places(run, self.question())
+
+    def question(self, *also: str) -> Question:
+        """What this aggregate asks of the stored vectors."""
+        return Question(
+            contrast=self.contrast, source=self.source, split=self.split, where=self.where, labels=self.labels,
+            also=also, max_rows=self.max_rows,
+        )  # fmt: skip
 
     def evaluation(self, data: Labelled | None, **options: Any) -> dict[str, Any]:
         """`evaluation` of one place on held-out groups, or None and `why` there is none."""
         if data is None or not len(data.y):
             return {"evaluation": None, "why": "no stored vectors of either side"}
+        if data.weights is not None:
+            options["weights"] = data.weights
         try:
             found = evaluate(
                 data.x,
@@ -104,7 +119,8 @@ class ContrastFit:
             )
         except ValueError as error:
             return {"evaluation": None, "why": str(error)}
-        counted = {"rows": len(data.y), "rows_stored": data.num_stored, "excluded": data.num_excluded}
+        counted = {"rows": len(data.y), "rows_stored": data.num_stored, "excluded": data.num_excluded,
+                   "removed": data.removed}  # fmt: skip
         return {"evaluation": {**found.summary(), **counted}}
 
 
@@ -116,12 +132,21 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-class ProbeFit(ContrastFit):
+class MessageFit(ContrastFit):
+    """A ContrastFit whose rows are messages: unpooled records by their means."""
+
+    def __init__(self, name: str, *, weight: str | None = "message", **options: Any):
+        if weight == "token":
+            raise ValueError(f"{self.kind} fits messages; weight: token is for difference_of_means and moments")
+        super().__init__(name, weight="message", **options)
+
+
+class ProbeFit(MessageFit):
     """A Fit of one probe per place. Result: `directions` as `difference_of_means` has them, and their tensors."""
 
     def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]:
         """Fit on all rows (or the keyed sample of `max_rows`), evaluate on held-out groups."""
-        names = tensor_names(places(run, pool=self.pool, participant=self.participant))
+        names = tensor_names(places(run, self.source))
         entries, tensors = [], {}
         for data in self.places(run):
             entry = {
@@ -131,6 +156,7 @@ class ProbeFit(ContrastFit):
                 "num_neg": int((~data.y).sum()),
                 "num_neither": data.num_neither,
                 "non_finite": data.non_finite,
+                "removed": data.removed,
                 "norm": None,
             }
             try:

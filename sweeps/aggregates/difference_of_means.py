@@ -2,9 +2,9 @@
 
     directions: {contrast: "framing == 'warm' vs framing == 'cold'", split: item, controls: [shuffled, random]}
 
-The means stream on the replicas; the evaluation is one pass over the stored pooled vectors. With a pool, rows are
-messages and every message counts once; with `pool: null`, rows are the recorded tokens and every token counts once
-(`max_norm` leaves out attention sinks and counts them); such a direction is not evaluated.
+The means stream on the replicas; the evaluation is one pass over the stored vectors. With a pool every message counts
+once, with `pool: null` every recorded token (`weight: token | message` says otherwise); `max_norm` leaves out attention
+sinks and counts them. What is evaluated are messages: pooled vectors, or the means of recorded tokens.
 """
 
 from __future__ import annotations
@@ -29,10 +29,6 @@ class DifferenceOfMeans(ContrastFit, RecordSum):
 
     kind = method = "difference_of_means"
 
-    def __init__(self, name: str, *, max_norm: float | None = None, **options: Any):
-        super().__init__(name, **options)
-        self.max_norm = max_norm
-
     def names(self) -> set[str]:
         return {*self.contrast.names, *(self.where.names if self.where else ())}
 
@@ -55,18 +51,18 @@ class DifferenceOfMeans(ContrastFit, RecordSum):
             if direction is not None:
                 entry["tensor"] = names[place]
                 tensors[entry["tensor"]] = direction
-        return {**self.described(), "max_norm": self.max_norm, "directions": entries, "tensors": tensors}
+        return {**self.described(), "directions": entries, "tensors": tensors}
 
     def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]:
         """Evaluate the directions of `finished` on held-out groups."""
         if finished is None:
             raise ValueError(f"{self.name}: the means come first (aggregates.finalize does both)")
-        labelled = {} if self.pool is None else {data.place.key: data for data in self.places(run)}
-        for entry in finished["directions"]:
-            if self.pool is None:
-                entry.update({"evaluation": None, "why": "rows are tokens; a pool is needed to hold out messages"})
-            else:
-                entry.update(self.evaluation(labelled.get(entry["key"])))
+        entries = {entry["key"]: entry for entry in finished["directions"]}
+        for data in self.places(run):
+            if (entry := entries.pop(data.place.key, None)) is not None:
+                entry.update(self.evaluation(data))
+        for entry in entries.values():
+            entry.update(self.evaluation(None))
         return summary(finished)
 
 

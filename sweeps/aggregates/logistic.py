@@ -9,6 +9,6 @@ from .contrasts import ProbeFit
 
 
 class Logistic(ProbeFit):
-    """A Fit: one pass over the stored pooled vectors of each place."""
+    """A Fit: one pass over the stored vectors of each place."""
 
     kind = method = "logistic"

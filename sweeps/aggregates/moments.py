@@ -1,6 +1,8 @@
 """Moments: count, mean and variance (or covariance) of captured rows, per place and per value of some columns.
 
 moments: {by: [framing], pool: mean, covariance: false, max_norm: null}
+
+Which rows, and how each counts: the options of `Source`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from .difference_of_means import rms_norm
 from .expressions import parse
 from .places import Place
 from .shards import by_key
+from .source import Source
 from .streaming import REMOVED, RecordSum, moments_of
 
 
@@ -30,14 +33,20 @@ class RowMoments(RecordSum):
         by: Sequence[str] | str = (),
         pool: str | None = "mean",
         participant: str | None = None,
+        tokens: str | None = None,
+        phase: str | None = None,
+        max_norm: float | None = None,
+        weight: str | None = None,
         where: str | None = None,
         covariance: bool = False,
-        max_norm: float | None = None,
         labels: str | None = None,
     ):
         self.name = name
         self.by = (by,) if isinstance(by, str) else tuple(by)
-        self.pool, self.participant, self.covariance, self.max_norm = pool, participant, covariance, max_norm
+        self.covariance = covariance
+        self.source = Source(
+            pool=pool, participant=participant, tokens=tokens, phase=phase, max_norm=max_norm, weight=weight
+        )
         self.where = None if where is None else parse(where)
         self.labels = labels
 
@@ -77,4 +86,4 @@ class RowMoments(RecordSum):
             )
             arrays[f"{key}.mean"] = found.mean
             arrays[f"{key}.{'covariance' if self.covariance else 'variance'}"] = spread
-        return {"kind": "moments", "pool": self.pool, "max_norm": self.max_norm, "moments": entries, "arrays": arrays}
+        return {"kind": "moments", **self.source.described(), "moments": entries, "arrays": arrays}

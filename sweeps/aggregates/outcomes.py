@@ -11,19 +11,22 @@ construction; what says something are the layers after it, and the text.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from interlens.probes import project
 from interlens.statistics import mean_interval
 
 from ..inputs import parse_direction
 from . import CellResult, State
-from .columns import axes_of
+from .columns import axes_of, evaluated
 from .directions import direction_of
-from .places import places
+from .places import Place, gather, places
+from .source import Source
 from .streaming import Keyed, MomentsSum, moments_of
 
 Pair = tuple[str, dict[Any, float]]
@@ -143,13 +146,17 @@ class Outcomes(MomentsSum):
         reference = self.project if isinstance(self.project, str) else steers[0].direction if steers else None
         if reference is None or not self.project:
             return
-        for place in (p for p in places(run, pool="mean") if p.site == parse_direction(reference).site):
-            x, table = run.vectors(site=place.site, layer=place.layer, participant=place.participant, pool=place.pool)
-            direction = direction_of(run, reference, x.shape[1])
-            per_cell: dict[str, list[float]] = {}
-            for cell, value in zip(table.column("cell").to_pylist(), project(x, direction), strict=True):
-                if cell is not None:
-                    per_cell.setdefault(cell, []).append(float(value))
+        source, site = Source(pool="mean"), parse_direction(reference).site
+        for place in (p for p in places(run, source) if p.site == site):
+            direction, per_cell = None, defaultdict(list)
+            for shard in run.shards():
+                index = shard.index(Place.COLUMNS)
+                index = index.filter(pa.array(evaluated(index.select(list(Place.COLUMNS)), place.holds).astype(bool)))
+                if index.num_rows:
+                    x, _, _ = gather(run, index, source)
+                    direction = direction_of(run, reference, x.shape[1]) if direction is None else direction
+                    for cell, value in zip(index["cell"].to_pylist(), project(x, direction), strict=True):
+                        per_cell[cell].append(float(value))
             what = {
                 "measure": f"projection.{place.participant}.{place.layer}",
                 "participant": place.participant,

@@ -16,12 +16,12 @@ import numpy as np
 
 from interlens.probes import METHODS, evaluate, transfer
 
-from .columns import check_known, columns
-from .contrasts import ContrastFit
-from .places import Labelled
+from .columns import check_known
+from .contrasts import MessageFit
+from .places import Labelled, labelled_places
 
 
-class ProbeEval(ContrastFit):
+class ProbeEval(MessageFit):
     """A Fit. Result: `probes`, one entry per participant, site and method; `transfer`; `warnings`."""
 
     kind = "probe_eval"
@@ -46,18 +46,21 @@ class ProbeEval(ContrastFit):
             check_known([self.transfer], [axis.path for axis in config.grid], f"transfer: {self.transfer}")
 
     def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]:
-        by_site: dict[tuple[str, str], list[Labelled]] = {}
-        for data in self.places(run):
-            by_site.setdefault((data.place.participant, data.place.site), []).append(data)
+        by_site: dict[tuple, list[Labelled]] = {}
+        also = () if self.transfer is None else (self.transfer,)
+        for data in labelled_places(run, self.question(*also)):
+            if data.table is not None:
+                place = data.place
+                by_site.setdefault((place.participant, place.site, place.selection), []).append(data)
         probes, crossed, warnings = [], [], []
-        for (participant, site), layers in by_site.items():
+        for (participant, site, selection), layers in by_site.items():
             x, y, groups, table = _aligned(layers)
             warnings += leaks(layers[0], self.split)
-            where = {"participant": participant, "site": site, "pool": self.pool}
+            where = {"participant": participant, "site": site, "pool": self.source.pool, "selection": selection}
             for method in self.methods:
                 probes.append({**where, "method": method, **self._chosen(x, y, groups, method)})
             if self.transfer is not None and len(y):
-                domains = columns(run, table, [self.transfer], self.labels).column(self.transfer).to_pylist()
+                domains = table[f"asked.{self.transfer}"].to_pylist()
                 crossed += self._crossed(x, y, groups, domains, where)
         return {**self.described(), "probes": probes, "transfer": crossed, "warnings": list(dict.fromkeys(warnings))}
 

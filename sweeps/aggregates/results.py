@@ -39,7 +39,8 @@ def finalize(
 def _finished(run: Any, aggregate: Sum, stored: bool) -> dict[str, Any]:
     """The finished sum: of the states that units recorded, or recomputed from what they stored."""
     states = [dict(state) for state in run.sums(aggregate.name)] if stored else []
-    if not states or not getattr(aggregate, "streams", True):
+    readable = getattr(aggregate, "reads_state", lambda state: True)
+    if not states or not getattr(aggregate, "streams", True) or not all(map(readable, states)):
         return aggregate.finish(recompute(run, aggregate))
     return aggregate.finish(reduce(aggregate.merge, states, aggregate.zero()))
 

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from .. import rows, store, tensors
+from .. import rows, store, tables
 from ..config import AggregateConfig, ClusterConfig
+from ..places import arrow, place
 from . import CellResult, State, Sum, build
+from .columns import short_names
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ..store import Commit
 
-INDEX = ["cell", "trunk", "participant", "message_idx", "layer", "site", "pool", "file", "key", "row_start", "row_end"]
+INDEX = ("cell", "trunk", "participant", "message_idx", "layer", "pool", "selection", "num_pooled", "phases", "file", "key",
+         "row_start", "row_end")  # fmt: skip
+"""Columns of `records` that an index has, besides the site."""
+TEXTS = ["cell", "trunk", "participant", "pool", "selection", "file", "key"]
 
 
 class Shard:
@@ -64,20 +70,42 @@ class Shard:
         values = {name: pa.array([row.get(name) for row in found]) for name in names}
         return pa.table({"cell": table.column("cell"), **values})
 
-    def index(self, filter: Any = None) -> pa.Table:
-        """The records of cells (a trunk's own left out), with each cell's item, seeds and axes."""
-        wanted = pc.field("cell").is_valid() if filter is None else pc.field("cell").is_valid() & filter
-        table = self.table("records", columns=INDEX, filter=wanted)
+    def index(self, names: Iterable[str]) -> pa.Table:
+        """The records of cells (a trunk's own left out): where each lies, and the columns that `names` are found by.
+
+        Texts are dictionaries, so that thousands of records cost little more than their distinct values.
+        """
+        names = {"cell", "file", "key", "row_start", "row_end", *names}
+        if any(name.startswith(("message.", "label.")) for name in names):
+            names.add("message_idx")
+        table = self._records([name for name in INDEX if name in names])
         plan = self.run.plan.rows(self._planned)
-        at = pc.index_in(table.column("cell"), plan.column("cell").combine_chunks())
-        for name in ("item", "trunk_seed", "branch_seed", *(axis.path for axis in self.config.grid)):
-            table = table.append_column(name, plan.column(name).take(at))
+        cells = table["cell"].combine_chunks()
+        at = pc.index_in(cells.dictionary, plan["cell"].combine_chunks()).take(cells.indices)
+        shorts = short_names([axis.path for axis in self.config.grid])
+        if any(name.startswith("item.") for name in names):
+            names.add("item")
+        for name in sorted({shorts.get(name, name) for name in names}):
+            if name in plan.column_names and name not in table.column_names:
+                table = table.append_column(name, plan[name].combine_chunks().dictionary_encode().take(at))
         return table
 
-    def tensor(self, file: str, key: str) -> Tensor:
-        """A whole stored tensor [rows, D], memory-mapped."""
-        mapped = _mapped(str(self.run.root / file))
-        return mapped.rows(key, 0, mapped.entries[key].shape[0])
+    def _records(self, columns: list[str]) -> pa.Table:
+        """Columns of this unit's records of cells, and their site."""
+        found = []
+        for file in self.commit.files:
+            if file["table"] == "records":
+                where, fs = arrow(place(self.run.full_path(file["path"])))
+                with pq.ParquetFile(where, filesystem=fs, read_dictionary=TEXTS) as opened:
+                    table = opened.read(columns, use_threads=False)
+                site = pa.DictionaryArray.from_arrays(np.zeros(table.num_rows, np.int32), [_site(file["path"])])
+                table = table.append_column("site", site)
+                found.append(table.filter(table["cell"].is_valid()) if table["cell"].null_count else table)
+        if found:
+            return pa.concat_tables(found)
+        text = pa.dictionary(pa.int32(), pa.string())
+        types = {name: text if name in (*TEXTS, "site") else tables.RECORDS.field(name).type for name in columns}
+        return pa.table({name: pa.array([], kind) for name, kind in {**types, "site": text}.items()})
 
     def results(self, records: bool = True) -> Iterator[CellResult]:
         """Every held cell as the replica handed it to the sums: its own messages, outcomes and, if asked, records."""
@@ -104,9 +132,9 @@ class Shard:
             )
 
 
-@lru_cache(maxsize=8)
-def _mapped(path: str) -> tensors.MappedFile:
-    return tensors.MappedFile(path)
+def _site(path: str) -> str:
+    """The site in a path `records/model=<m>/site=<s>/...`."""
+    return unquote(path.split("/")[2].removeprefix("site="))
 
 
 def shard_state(run: Any, commit: Commit, aggregate: Sum) -> State:

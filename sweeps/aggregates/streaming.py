@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow.compute as pc
-import torch
+import pyarrow as pa
 
-from interlens.statistics import Moments, as_float64, norm_filter
+from interlens.statistics import CHUNK_VALUES, GroupedMoments, Moments
 
 from . import CellResult, State
-from .columns import cell_columns, columns, evaluated, record_columns
-from .places import Place
+from .columns import cell_columns, columns, grouped, record_columns
+from .places import Place, taken
+from .source import Source
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .shards import Shard
 
-Keyed = Iterable[tuple[str, Any]]
+Keyed = Iterable[tuple[Any, ...]]
 PARTS = ("count", "non_finite", "mean", "m2")
 REMOVED = "|removed"
-BLOCK = 256
-"""Stored rows taken at a time."""
 
 
 class MomentsSum:
@@ -34,7 +33,7 @@ class MomentsSum:
     covariance = False
 
     def contribution(self, result: CellResult) -> Keyed:
-        """(key, rows [N, D] or [D]) of one cell. Keys hold no `:`."""
+        """(key, rows [N, D] or [D]) of one cell, or (key, rows, weights [N]). Keys hold no `:`."""
         raise NotImplementedError
 
     def zero(self) -> State:
@@ -42,10 +41,16 @@ class MomentsSum:
 
     def add(self, state: State, result: CellResult) -> None:
         added: dict[str, Moments] = {}
-        for key, rows in self.contribution(result):
-            added[key] = added[key].update(rows) if key in added else Moments.of(rows, self.covariance_of(key))
+        for key, rows, *weights in self.contribution(result):
+            self.fold(added, key, rows, *weights)
         for key, moments in added.items():
             put(state, key, moments)
+
+    def fold(self, found: dict[str, Moments], key: str, rows: Any, weights: Any = None) -> None:
+        """Add rows to the Moments under a key."""
+        if key not in found:
+            found[key] = Moments(rows.shape[-1], self.covariance_of(key))
+        found[key].update(rows, weights)
 
     def merge(self, a: State, b: State) -> State:
         merged = dict(a)
@@ -61,19 +66,21 @@ class MomentsSum:
 class RecordSum(MomentsSum):
     """A MomentsSum over captured rows. A subclass says under which key a record's rows go.
 
-    Needs `pool`, `participant`, `max_norm` and `labels`. Rows whose norm is above `max_norm` are left out; what was
-    left out is counted under `<key>|removed`, with the mean of its norms. `labels` is known only after a run.
+    What `source.max_norm` left out is counted under `<key>|removed`, with the mean of its norms. `labels` is known only
+    after a run.
     """
 
-    pool: str | None = "mean"
-    participant: str | None = None
-    max_norm: float | None = None
+    source: Source
     labels: str | None = None
 
     @property
     def streams(self) -> bool:
         """Whether replicas can add to it."""
         return self.labels is None
+
+    def reads_state(self, state: State) -> bool:
+        """False for a recorded state of an earlier version, whose places had no selection: it is recomputed."""
+        return all("#" in key for key in state)
 
     def names(self) -> set[str]:
         """The columns that `key_of` looks at, besides those of a Place."""
@@ -88,67 +95,104 @@ class RecordSum(MomentsSum):
             return
         cell = cell_columns(result)
         for record in result.records:
-            if record.pool == self.pool and self.participant in (None, record.participant):
-                key = self.key_of({**cell, **record_columns(result, record)})
-                if key is not None:
-                    yield from self._kept(key, as_float64(record.tensor))
+            row = {**cell, **record_columns(result, record)}
+            if self.source.takes(row) and (key := self.key_of(row)) is not None:
+                yield from self._kept(key, *self.source.of_record(record))
 
     def add_shard(self, state: State, shard: Shard) -> None:
         """Add one unit's stored records: expressions once per distinct row, tensors in blocks."""
-        wanted = pc.field("pool").is_null() if self.pool is None else pc.field("pool") == self.pool
-        if self.participant is not None:
-            wanted &= pc.field("participant") == self.participant
-        index = shard.index(wanted)
+        wanted = {*self.names(), *Place.COLUMNS}
+        index = shard.index({*wanted, *self.source.columns})
         if not index.num_rows:
             return
-        place = {"participant", "site", "layer", "pool"}
-        keys = evaluated(columns(shard, index, {*self.names(), *place}, self.labels), self.key_of)
-        firsts, lasts = index.column("row_start").to_numpy(), index.column("row_end").to_numpy()
+        named = columns(shard, index, wanted, self.labels)
+        codes, firsts = grouped(named)
+        keys = [
+            self.key_of(row) if self.source.takes(row) else None for row in named.take(pa.array(firsts)).to_pylist()
+        ]
+        tensors, where = grouped(index.select(["file", "key"]))
+        starts, stops = self.source.spans(index)
+        pooled = index["num_pooled"].to_numpy() if "num_pooled" in index.column_names else None
         found: dict[str, Moments] = {}
-        stored = index.select(["file", "key"])
-        where = evaluated(stored, lambda row: (row["file"], row["key"]))
-        for file, key in dict.fromkeys(where):
-            tensor = shard.tensor(file, key)
-            at = np.flatnonzero(np.fromiter((w == (file, key) for w in where), bool, len(where)))
-            for name in dict.fromkeys(k for k in keys[at] if k is not None):
-                chosen = at[keys[at] == name]
-                for block in _blocks(firsts[chosen], lasts[chosen]):
-                    for target, rows in self._kept(name, _taken(tensor, block)):
-                        if target not in found:
-                            found[target] = Moments(rows.shape[1], self.covariance_of(target))
-                        found[target].update(rows)
+        for number, stored in enumerate(index.take(pa.array(where)).select(["file", "key"]).to_pylist()):
+            at = np.flatnonzero((tensors == number) & (stops > starts))
+            names = list(dict.fromkeys(name for code in np.unique(codes[at]) if (name := keys[code]) is not None))
+            if names:
+                numbers = np.array([names.index(name) if name in names else -1 for name in keys])[codes[at]]
+                rows = _Rows(
+                    tensor=shard.run.matrix(stored["file"], stored["key"]), starts=starts[at], stops=stops[at],
+                    names=numbers, num_pooled=None if pooled is None else pooled[at],
+                )  # fmt: skip
+                self._fold_tensor(found, names, rows)
         for name, moments in found.items():
             put(state, name, moments)
 
-    def _kept(self, key: str, rows: Any) -> Keyed:
-        if self.max_norm is None:
-            yield key, rows
+    def _fold_tensor(self, found: dict[str, Moments], names: list[str], rows: _Rows) -> None:
+        """Add the rows of one stored tensor; `rows.names` are numbers in `names`, -1 for none of them."""
+        if self.covariance or self.source.max_norm is not None or self.source.averages:
+            for number, name in enumerate(names):
+                mine = np.flatnonzero(rows.names == number)
+                counts = None if rows.num_pooled is None else rows.num_pooled[mine]
+                for values, lengths, part in blocks(rows.tensor, rows.starts[mine], rows.stops[mine]):
+                    some = None if counts is None else counts[part]
+                    for target, *weighed in self._kept(name, *self.source.weighed(values, lengths, some)):
+                        self.fold(found, target, *weighed)
             return
-        rows = as_float64(rows)
-        found = norm_filter(rows, max_norm=self.max_norm)
-        yield key, rows[found.keep]
-        if found.removed:
-            yield key + REMOVED, np.linalg.norm(rows[~found.keep], axis=1)[:, None]
+        groups, weights = rows.by_row()
+        sums = GroupedMoments(rows.tensor.shape[1], len(names))
+        sums.update(rows.tensor[int(rows.starts.min()) : int(rows.stops.max())], groups, weights)
+        for number, name in enumerate(names):
+            found[name] = found[name].merge(sums[number]) if name in found else sums[number]
+
+    @staticmethod
+    def _kept(key: str, rows: Any, weights: Any, removed: Any) -> Keyed:
+        yield key, rows, weights
+        if removed is not None:
+            yield key + REMOVED, removed
 
 
-def _blocks(firsts: np.ndarray, lasts: np.ndarray) -> Iterable[Any]:
-    """Row numbers of many short spans, BLOCK at a time; a slice where they are contiguous."""
-    lengths = lasts - firsts
-    total = np.concatenate([[0], np.cumsum(lengths)])
-    rows = np.repeat(firsts - total[:-1], lengths) + np.arange(total[-1])
-    for start in range(0, len(rows), BLOCK):
-        block = rows[start : start + BLOCK]
-        contiguous = block[-1] - block[0] + 1 == len(block) and (np.diff(block) == 1).all()
-        yield slice(int(block[0]), int(block[-1]) + 1) if contiguous else block
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """Records of one stored tensor, in order."""
+
+    tensor: Tensor
+    starts: np.ndarray
+    stops: np.ndarray
+    names: np.ndarray
+    """What each record counts under, as a number; -1: nothing."""
+    num_pooled: np.ndarray | None
+
+    def by_row(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """`names` and, where it is known, `num_pooled` of every row from the first start to the last stop."""
+        first, lengths = self.starts.min(), self.stops - self.starts
+        at = spread(self.starts - first, lengths)
+        groups = np.full(self.stops.max() - first, -1)
+        groups[at] = np.repeat(self.names, lengths)
+        if self.num_pooled is None:
+            return groups, None
+        weights = np.zeros(len(groups))
+        weights[at] = np.repeat(self.num_pooled, lengths)
+        return groups, weights
 
 
-def _taken(tensor: Tensor, rows: Any) -> Any:
-    """Some rows of a mapped tensor. numpy gathers several times as fast as torch, but has no bfloat16."""
-    if isinstance(rows, slice):
-        return tensor[rows]
-    if tensor.dtype == torch.bfloat16:
-        return torch.from_numpy(np.take(tensor.view(torch.int16).numpy(), rows, axis=0)).view(torch.bfloat16)
-    return np.take(tensor.numpy(), rows, axis=0)
+def spread(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Every number of many half-open spans, one span after the other."""
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
+
+
+def blocks(tensor: Tensor, starts: np.ndarray, stops: np.ndarray) -> Iterator[tuple[Any, np.ndarray, slice]]:
+    """Rows of many spans of a tensor, a chunk at a time and no span cut: (rows, how many of each span, which spans)."""
+    limit = max(CHUNK_VALUES // max(tensor.shape[1], 1), 1)
+    lengths = stops - starts
+    ends = np.cumsum(lengths)
+    first = 0
+    while first < len(starts):
+        before = ends[first] - lengths[first]
+        last = max(int(np.searchsorted(ends, before + limit, side="right")), first + 1)
+        part = slice(first, last)
+        yield taken(tensor, spread(starts[part], lengths[part])), lengths[part], part
+        first = last
 
 
 def put(state: State, key: str, moments: Moments) -> None:

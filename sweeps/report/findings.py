@@ -66,7 +66,7 @@ def _directions(result: dict[str, Any]) -> list[str]:
 
 
 def _same_place(entries: list[dict], shown: dict) -> list[dict]:
-    return [e for e in entries if (e["participant"], e["site"]) == (shown["participant"], shown["site"])]
+    return [e for e in entries if all(e.get(n) == shown.get(n) for n in ("participant", "site", "selection"))]
 
 
 def _outcomes(result: dict[str, Any]) -> list[str]:

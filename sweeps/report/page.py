@@ -91,11 +91,12 @@ def _directions(result: dict[str, Any]) -> list[tuple[str, Markup]]:
             f". Test scores come only from groups ({result['split']}) whose rows the direction has not seen."),
     ]  # fmt: skip
     entries = result["directions"]
-    for who, site in dict.fromkeys((e["participant"], e["site"]) for e in entries):
-        here = [e for e in entries if (e["participant"], e["site"]) == (who, site)]
-        parts.append(tag("h3", f"{who}, {site}"))
+    for where in dict.fromkeys((e["participant"], e["site"], e.get("selection", "")) for e in entries):
+        here = [e for e in entries if (e["participant"], e["site"], e.get("selection", "")) == where]
+        named = ", ".join(where[: 3 if where[2] else 2])
+        parts.append(tag("h3", named))
         method = result["kind"].replace("_", " ")
-        parts.append(_auroc_chart(here, f"Held-out AUROC by layer, {who}, {site}", method))
+        parts.append(_auroc_chart(here, f"Held-out AUROC by layer, {named}", method))
         parts.append(_direction_table(here))
     if result.get("cosines"):
         names, values = result["cosines"]["names"], result["cosines"]["values"]

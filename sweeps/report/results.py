@@ -74,6 +74,7 @@ def probe_eval(result: Result) -> Markup:
     head = [
         "participant",
         "site",
+        "tokens",
         "method",
         "held-out AUROC",
         "accuracy",
@@ -89,6 +90,7 @@ def probe_eval(result: Result) -> Markup:
             [
                 e["participant"],
                 e["site"],
+                e.get("selection", ""),
                 e["method"].replace("_", " "),
                 interval(found["auroc"]) if found else e.get("why"),
                 number(found.get("accuracy")),
@@ -99,7 +101,7 @@ def probe_eval(result: Result) -> Markup:
         )
     parts = [
         tag("p", "The layer is chosen inside each fold, on its training groups only."),
-        table(head, rows, numeric=3),
+        table(head, rows, numeric=4),
     ]
     if result["transfer"]:
         crossed = [

@@ -104,7 +104,23 @@ class StoredRun:
         for result in self.results:
             for rec in result.records:
                 yield {**self._plan(result), "participant": rec.participant, "message_idx": rec.message_idx,
-                       "layer": rec.layer, "site": rec.site, "pool": rec.pool, "tensor": rec.tensor}  # fmt: skip
+                       "layer": rec.layer, "site": rec.site, "pool": rec.pool, "selection": rec.selection,
+                       "num_pooled": rec.num_pooled, "tensor": rec.tensor}  # fmt: skip
+
+    def shards(self):
+        """All of it is one unit."""
+        return [self]
+
+    def index(self, names):
+        rows = [{**row, "file": "memory", "key": f"{row['layer']}", "tensor": None} for row in self._records()]
+        seen = {}
+        for row in rows:
+            row["row_start"] = seen[row["key"]] = seen.get(row["key"], -1) + 1
+            row["row_end"] = row["row_start"] + 1
+        return pa.Table.from_pylist(rows)
+
+    def matrix(self, file, key):
+        return torch.cat([row["tensor"] for row in self._records() if str(row["layer"]) == key])
 
     def table(self, name, columns=None, filter=None):
         if name == "records":
@@ -131,14 +147,11 @@ class StoredRun:
             yield {"trunk": cell.trunk, "cell": cell.id, "message_idx": 2, "author": "bob", "content": text,
                    "finish_reason": "stop"}  # fmt: skip
 
-    def vectors(self, *, site="residual", layer=None, participant=None, pool="mean", where=None, choose=None):
+    def vectors(self, *, site="residual", layer=None, participant=None, pool="mean", where=None):
         wanted = {"site": site, "layer": layer, "participant": participant, "pool": pool}
         rows = [row for row in self._records() if wanted.items() <= row.items()]
         tensors = torch.cat([row.pop("tensor") for row in rows]).numpy()
         table = pa.Table.from_pylist(rows)
-        if choose is not None:
-            kept = choose(table)
-            tensors, table = tensors[kept], table.take(pa.array(kept, pa.int64()))
         return tensors, table
 
     def sums(self, name):

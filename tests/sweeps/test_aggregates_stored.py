@@ -152,7 +152,8 @@ def test_tokens_count_once_each_and_sinks_are_left_out_and_counted(run):
     assert entry["count"] + entry["removed"] == 24 * 4 and entry["removed"] > 0 and entry["removed_mean_norm"] > 30
     token = results["tokenwise"]["directions"][0]
     assert (token["num_pos"], token["num_neg"], token["pool"]) == (48, 48, None)
-    assert token["evaluation"] is None and "tokens" in token["why"]
+    assert (results["tokenwise"]["weight"], results["directions"]["weight"]) == ("token", "message")
+    assert (token["evaluation"]["num_pos"], token["evaluation"]["rows"]) == (12, 24), "evaluated on messages"
 
 
 def test_where_keeps_some_rows(run):
