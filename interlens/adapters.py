@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .errors import CannotLoad, UnsupportedIntervention
-from .sources import adapter_config
+from .preview import require_adapter
 
 _BASE = "__base__"  # what PEFT calls "no adapter" in a mixed batch
 
@@ -29,14 +29,7 @@ def attach(model: nn.Module, folder: str | os.PathLike) -> str:
     row of a batch (only plain LoRA can: not DoRA, not saved whole modules).
     """
     folder = os.fspath(folder)
-    config = adapter_config(folder)
-    unfit = [f"peft_type {config.get('peft_type')}"] if config.get("peft_type") != "LORA" else []
-    unfit += [key for key in ("use_dora", "modules_to_save", "trainable_token_indices") if config.get(key)]
-    if unfit:
-        raise CannotLoad(
-            f"adapter {folder!r} has {', '.join(unfit)}; only plain LoRA can be shared by rows of a batch: "
-            "merge it into its base (PEFT's merge_and_unload) and load the merged folder"
-        )
+    require_adapter(folder)
     path = os.path.realpath(os.path.expanduser(folder))
     name = f"{Path(path).name}-{hashlib.blake2b(path.encode(), digest_size=4).hexdigest()}".replace(".", "_")
     if name in attached(model):

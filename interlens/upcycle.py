@@ -11,6 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+_SHARED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
 
 def upcycle(model: nn.Module, *, num_experts: int = 4, top_k: int = 2, noise: float = 0.02, seed: int = 0) -> nn.Module:
     """A Mixtral model from a Llama one, in its dtype, on its device, in eval mode. The given model is not changed.
@@ -18,38 +24,11 @@ def upcycle(model: nn.Module, *, num_experts: int = 4, top_k: int = 2, noise: fl
     noise: standard deviation added to each expert's weights, relative to that of the weight. ValueError for another
     architecture, or for biases that Mixtral does not have.
     """
-    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers import MixtralForCausalLM
 
     whole: Any = model
-    dense = whole.config
-    if dense.model_type != "llama" or dense.attention_bias or dense.mlp_bias:
-        raise ValueError(f"only a Llama without biases can be upcycled, got {dense.model_type!r}")
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(f"top_k {top_k} of {num_experts} experts")
-    shared = [
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "hidden_act",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "rope_parameters",
-        "tie_word_embeddings",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-    ]
-    config = MixtralConfig(
-        **{name: getattr(dense, name) for name in shared},
-        num_local_experts=num_experts,
-        num_experts_per_tok=top_k,
-        sliding_window=None,
-    )
-    config._attn_implementation = dense._attn_implementation
+    config = sparse_config(whole.config, num_experts, top_k)
+    config._attn_implementation = whole.config._attn_implementation
     first = next(model.parameters())
     with torch.device("meta"):
         sparse = MixtralForCausalLM(config)
@@ -71,6 +50,22 @@ def upcycle(model: nn.Module, *, num_experts: int = 4, top_k: int = 2, noise: fl
     sparse.tie_weights()
     sparse.generation_config = model.generation_config
     return sparse.eval()
+
+
+def sparse_config(dense: Any, num_experts: int = 4, top_k: int = 2) -> Any:
+    """The configuration of a Llama's upcycle; ValueError for another architecture, or impossible sizes."""
+    from transformers import MixtralConfig
+
+    if dense.model_type != "llama" or dense.attention_bias or dense.mlp_bias:
+        raise ValueError(f"only a Llama without biases can be upcycled, got {dense.model_type!r}")
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k {top_k} of {num_experts} experts")
+    return MixtralConfig(
+        **{name: getattr(dense, name) for name in _SHARED},
+        num_local_experts=num_experts,
+        num_experts_per_tok=top_k,
+        sliding_window=None,
+    )
 
 
 def _noisy(weight: torch.Tensor, noise: float, generator: torch.Generator) -> torch.Tensor:

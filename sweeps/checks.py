@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from interlens import preview
 from interlens.errors import InterlensError
 from interlens.interp.select import Select
-from interlens.interp.sites import canonical_site
+from interlens.interp.sites import split_name
 
-from . import aggregates, donors, inputs, items, shapes
+from . import aggregates, anatomy, donors, inputs, items, shapes
 from .config import (
     AxisConfig,
     BranchConfig,
@@ -57,9 +58,26 @@ def checked(config: SweepConfig) -> SweepConfig:
         aggregates.build(config.aggregate, config)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    anatomy.check((config, *under))
     inputs.check_widths((config, *under))
     donors.check(config)
     return replace(config, inputs=inputs.hashes(config))
+
+
+def require_models(config: SweepConfig) -> None:
+    """ConfigError unless every local model and adapter that some condition uses is there to be loaded.
+
+    Reads configurations and headers, and asks the hub about hub ids that its cache does not hold; loads no weights.
+    """
+    for point in inputs.points(config):
+        for name, participant in point.scenario.participants.items():
+            if participant.is_local and participant.model:
+                entry = shapes.model(point, participant.model)
+                adapter = inputs.adapter_source(point, participant)
+                try:
+                    preview.require(entry.source, revision=entry.revision, adapter=adapter)
+                except InterlensError as error:
+                    raise ConfigError(f"scenario.participants.{name}: {error}") from None
 
 
 def _check_axis(axis: AxisConfig) -> None:
@@ -243,11 +261,14 @@ def _layers(config: SweepConfig, who: tuple[str, ...], layers: Any, site: str, w
     return tuple(found)
 
 
-def _site(site: str, where: str) -> str:
+def _site(site: str, layers: Any, where: str) -> str:
     try:
-        return canonical_site(site)
+        name, layer = split_name(site)
     except InterlensError as error:
         raise ConfigError(f"{where}: {error}") from None
+    if layer is not None and (layers is None or tuple(layers) != (layer,)):
+        raise ConfigError(f"{where}: {site!r} names layer {layer}; give layers: [{layer}], or the site {name!r}")
+    return name
 
 
 def _capture(config: SweepConfig, c: CaptureConfig, where: str) -> CaptureConfig:
@@ -259,7 +280,7 @@ def _capture(config: SweepConfig, c: CaptureConfig, where: str) -> CaptureConfig
     who = _participants(config, c.participants, where)
     if not c.sites:
         raise ConfigError(f"{where}.sites is empty; name at least one, as in [residual]")
-    sites = tuple(_site(site, f"{where}.sites") for site in c.sites)
+    sites = tuple(_site(site, c.layers, f"{where}.sites") for site in c.sites)
     parse_tokens(c.tokens, f"{where}.tokens")
     one_of(f"{where}.pool", c.pool, POOLS)
     one_of(f"{where}.special", c.special, ("drop", "keep"))
@@ -275,7 +296,7 @@ def _capture(config: SweepConfig, c: CaptureConfig, where: str) -> CaptureConfig
 def _intervention(config: SweepConfig, e: InterventionConfig, where: str) -> InterventionConfig:
     one_of(f"{where}.kind", e.kind, ("steer", "patch"))
     who = _participants(config, e.participants, where)
-    site = _site(e.site, f"{where}.site")
+    site = _site(e.site, e.layers, f"{where}.site")
     tokens = parse_tokens(e.tokens, f"{where}.tokens")
     one_of(f"{where}.mode", e.mode, MODES)
     _turns(e.turns, where)

@@ -119,6 +119,8 @@ def from_plain(plain: Mapping[str, Any], suffix: str = "") -> SweepConfig:
     grid = data.pop("grid", None) or {}
     data["scenario"] = {k: v for k, v in (data.get("scenario") or {}).items() if not (k == "items" and v is None)}
     run = dict(data.get("run") or {})
+    if run.get("dir") == "":
+        raise ConfigError("run.dir is empty; give a folder, or null for runs/<experiment>")
     run["dir"] = (run.get("dir") or f"runs/{Path(str(data.get('experiment', 'sweep'))).name}") + suffix
     data["run"] = run
     return checked(build(SweepConfig, {**data, "grid": axes(grid)}))

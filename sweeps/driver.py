@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import shlex
 import signal
 import sys
@@ -29,6 +30,7 @@ from interlens.errors import InterlensError
 
 from . import aggregates, estimate, executors, folder, garbage, store
 from . import run as reader
+from .checks import require_models
 from .config import SweepConfig
 from .crew import Crew
 from .executors import REPLICA, Event
@@ -36,6 +38,7 @@ from .failpoints import reach
 from .lease import Held, Lease
 from .ledger import Closed, Ledger, LedgerError, Needs, Verdict, split
 from .places import Remote, place
+from .plan import Unit, expand
 from .planfile import PlanFile
 from .progress import Progress, Snapshot
 from .units import Units, pack
@@ -63,10 +66,11 @@ def run(config: SweepConfig, run_dir: str | Path, *, replica: str = REPLICA) -> 
     progress = Progress(root, config.run.progress, config.run.interval_s)
     lease = Lease(root, say=progress.say)
     try:
-        folder.check_place(root)
-        lease.acquire()
+        units = _before(config, root, replica)
+        with folder.usable(root):
+            lease.acquire()
         reach("driver.leased")
-        entered = folder.enter(config, root, lease.confirm)
+        entered = folder.enter(config, root, lease.confirm, units)
         reach("driver.planned")
         progress.event("started", found=entered.state, new_cells=entered.new_cells, command=_command())
         return Driver(config, root, progress, lease, replica).run()
@@ -78,7 +82,8 @@ def run(config: SweepConfig, run_dir: str | Path, *, replica: str = REPLICA) -> 
         return 5 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 1
     except InterlensError as error:
         progress.complain(f"sweeps: {error}")
-        progress.event("error", error=str(error))
+        if lease.number:
+            progress.event("error", error=str(error))
         return 1
     except Exception as error:
         progress.complain(traceback.format_exc())
@@ -87,6 +92,18 @@ def run(config: SweepConfig, run_dir: str | Path, *, replica: str = REPLICA) -> 
     finally:
         lease.release()
         progress.close()
+
+
+def _before(config: SweepConfig, root: Path | Remote, replica: str) -> Iterator[Unit] | None:
+    """Refuse what can be refused while nothing is written; the units of a new folder, begun to be expanded."""
+    with folder.usable(root):
+        folder.check_place(root)
+        if (root / "run.json").is_file():
+            return None
+    if replica == REPLICA:
+        require_models(config)
+    units = expand(config)
+    return itertools.chain([next(units)], units)
 
 
 class Driver:

@@ -6,10 +6,12 @@ whoever holds the folder. `run.json` is written last, so that a folder without i
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import platform
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +25,7 @@ from . import estimate, inputs, planfile, store, tables
 from .config import SweepConfig
 from .donors import has_patches
 from .places import Remote, place
-from .plan import Branches, expand, pack, trunks
+from .plan import Branches, Unit, expand, pack, trunks
 
 MATTERS = ("torch", "transformers")
 """Packages whose change of version can change what a cell says."""
@@ -44,8 +46,11 @@ class Entered:
     new_cells: int
 
 
-def enter(config: SweepConfig, root: store.Root, confirm: Callable[[], None] = lambda: None) -> Entered:
-    """Start the run folder `root` for this configuration, or continue it.
+def enter(
+    config: SweepConfig, root: store.Root, confirm: Callable[[], None] = lambda: None,
+    units: Iterable[Unit] | None = None,
+) -> Entered:  # fmt: skip
+    """Start the run folder `root` for this configuration, or continue it. `units`: the plan, if it was begun before.
 
     Raises RunRefused, naming the difference, where the plan there has cells that this configuration does not, or the
     folder is no run folder. Streams the plan; writes `run.json` last. `confirm` raises where the folder has another
@@ -68,7 +73,8 @@ def enter(config: SweepConfig, root: store.Root, confirm: Callable[[], None] = l
     (root / "config-0.yaml").unlink(missing_ok=True)
     inputs.copy_into(config, root)
     store.write_new(root, "config-0.yaml", store.dump_yaml(config.to_dict()))
-    count = planfile.write(root, 0, config.grid, expand(config), patched=has_patches(config))
+    plan = expand(config) if units is None else units
+    count = planfile.write(root, 0, config.grid, plan, patched=has_patches(config))
     store.write_new(root, "run.json", store.dump_json(_about(config)))
     return Entered(state="new", num_cells=count, new_cells=count)
 
@@ -91,12 +97,27 @@ def check_place(root: Path | Remote) -> None:
     if (root / "run.json").is_file():
         return
     foreign = sorted(p.name for p in root.iterdir() if p.name not in OURS) if root.is_dir() else []
-    if root.exists() and not root.is_dir():
-        raise RunRefused(f"run.dir {str(root)!r} is a file; name a folder")
+    above = (root, *root.parents) if isinstance(root, Path) else (root,)
+    if (file := next((p for p in above if p.exists()), root)).is_file():
+        under = "is" if file == root else f"lies under {str(file)!r}, which is"
+        raise RunRefused(f"run.dir {str(root)!r} {under} a file; name a folder")
     if foreign:
         raise RunRefused(
             f"run.dir {str(root)!r} is no run folder and not empty (it holds {', '.join(foreign[:5])}); name another"
         )
+
+
+@contextlib.contextmanager
+def usable(root: Path | Remote) -> Iterator[None]:
+    """RunRefused for a run folder in which nothing can be made, read or written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        why = f"{error.strerror or error} at {str(error.filename2 or error.filename or root)!r}"
+        todo = "name a folder that can be written (run.dir=...)"
+        raise RunRefused(f"run.dir {str(root)!r} cannot be used ({why}); {todo}") from None
 
 
 def _continue(config: SweepConfig, root: Path | Remote, confirm: Callable[[], None]) -> Entered:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import donors, shapes, store
+from . import anatomy, donors, store
 from .config import ConfigError, ParticipantConfig, SweepConfig
 from .grid import applied, full_path
 from .places import Remote, place
@@ -48,14 +48,18 @@ def parse_direction(text: str, where: str = "direction") -> Direction:
     raise ConfigError(f"{where}: cannot read {text!r}; {DIRECTIONS}")
 
 
-def used(config: SweepConfig, get: Callable[[SweepConfig], Iterable[str | None]]) -> list[str]:
-    """What `get` finds under the base and every axis value, without repeats."""
-    found = list(get(config))
+def points(config: SweepConfig) -> Iterator[SweepConfig]:
+    """The base, and the configuration under every axis value that can change what is read or loaded."""
+    yield config
     for axis in config.grid:
         if full_path(axis.path).startswith(("intervention", "scenario.participants", "models")):
             for label in axis.labels:
-                found += get(applied(config, {axis.path: label}))
-    return [text for text in dict.fromkeys(found) if text]
+                yield applied(config, {axis.path: label})
+
+
+def used(config: SweepConfig, get: Callable[[SweepConfig], Iterable[str | None]]) -> list[str]:
+    """What `get` finds at all `points`, without repeats."""
+    return [text for text in dict.fromkeys(text for point in points(config) for text in get(point)) if text]
 
 
 def directions(config: SweepConfig) -> list[str]:
@@ -64,12 +68,12 @@ def directions(config: SweepConfig) -> list[str]:
 
 
 def adapters(config: SweepConfig) -> list[str]:
-    """The folder or hub id of every adapter that some condition uses."""
+    """The folder of every adapter that some condition uses."""
     return used(config, lambda c: [adapter_source(c, p) for p in c.scenario.participants.values()])
 
 
 def adapter_source(config: SweepConfig, participant: ParticipantConfig) -> str | None:
-    """Folder or hub id of a participant's adapter: an entry of its model's `adapters`, else the name itself."""
+    """Folder of a participant's adapter: an entry of its model's `adapters`, else the name itself."""
     if participant.adapter is None:
         return None
     entry = config.models.get(participant.model or "")
@@ -79,8 +83,8 @@ def adapter_source(config: SweepConfig, participant: ParticipantConfig) -> str |
 def hashes(config: SweepConfig) -> dict[str, str]:
     """Source as written -> hash of its content: of a direction's tensor, of an adapter folder's files.
 
-    A direction whose source is gone keeps the hash under which the run folder has a copy. `random:<seed>` and hub ids
-    are their own content and have no entry.
+    A direction whose source is gone keeps the hash under which the run folder has a copy. `random:<seed>` is its
+    own content and has no entry.
     """
     found = {}
     for text in directions(config):
@@ -110,8 +114,9 @@ def check_widths(configs: Iterable[SweepConfig]) -> None:
             if not edit.direction:
                 continue
             source = parse_direction(edit.direction)
-            sizes = {shapes.of(config, config.scenario.participants[name].model) for name in edit.participants}
-            widths = {shape.site_width(edit.site) for shape in sizes if shape is not None} - {0}
+            models = {config.scenario.participants[name].model for name in edit.participants}
+            sizes = {anatomy.width(config, model, edit.site, edit.layers[0]) for model in models}
+            widths = {size for size in sizes if size is not None}
             if source.kind == "random" or not widths or (edit.direction, *widths) in checked:
                 continue
             checked.add((edit.direction, *widths))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from interlens import sources
+from interlens import preview, sources
 from interlens.errors import CannotLoad
 
 from .config import ConfigError, ModelConfig, SweepConfig, did_you_mean
@@ -110,10 +110,13 @@ def _hf_config(source: str, revision: str | None) -> dict[str, Any] | None:
             return _hf_config(base, revision) if base else None
         return json.loads(file.read_text())
     try:
+        if (folder := preview.cached(source, revision)) is not None:
+            return json.loads((folder / "config.json").read_text())
+        preview.on_hub(source, revision)
         from huggingface_hub import hf_hub_download
 
         return json.loads(Path(hf_hub_download(source, "config.json", revision=revision)).read_text())
-    except Exception:  # offline, unknown or gated: its depth is then checked when it is loaded
+    except Exception:  # unknown, gated or out of reach: `sweeps run` says so before it begins
         return None
 
 
