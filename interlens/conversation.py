@@ -21,7 +21,7 @@ from .policies.stopping import StopCondition, condition
 from .policies.templating import fill, needs_row
 from .policies.visibility import ReasoningVisibility
 from .transcript import Transcript
-from .turns import Capturing, TurnOptions, Work, check_sites, fit, take
+from .turns import Capturing, TurnOptions, Work, check_places, check_sites, fit, take
 
 if TYPE_CHECKING:
     from .interp.activation_cache import ActivationCache
@@ -89,8 +89,10 @@ class Conversation:
 
         names: default "a", "b", "c", ...; as many as models. participant_options: ModelParticipant's, for all of them.
         """
-        from .participants.model import participants_of
+        from .participants.model import ModelParticipant, participants_of
+        from .participants.options import check_names
 
+        check_names(participant_options, ModelParticipant.__init__, cls.from_models)
         return cls(
             participants_of(models, names, participant_options), transcript, shared_context, shared_system_prompt,
             moderator_name, context_policy, context_limit, reasoning_visibility, message_hooks, communication, seed,
@@ -261,7 +263,10 @@ class Conversation:
             self.capturing = [b for b in self.capturing if b is not block]
 
     def add_capture(self, spec: Any, cache: ActivationCache, participants: Any = None) -> Capturing:
-        """Record into `cache` from now on; `capture` is the block that also ends it."""
+        """Record into `cache` from now on; `capture` is the block that also ends it.
+
+        UnknownSite, UnsupportedIntervention where a participant cannot be captured there.
+        """
         check_sites(spec)
         given = self.participants if participants is None else participants
         given = [self.participant(p) for p in ([given] if isinstance(given, (str, int, Participant)) else given)]
@@ -271,6 +276,8 @@ class Conversation:
                 f"cannot capture {', '.join(cannot)}: only local models can be; those here: "
                 f"{', '.join(p.name for p in self.participants if p.capturable) or 'none'}"
             )
+        for p in given:
+            check_places(spec, p)
         cache.skipped.extend(name for name in cannot if name not in cache.skipped)
         block = Capturing(spec, cache, frozenset(p.name for p in given if p.capturable))
         self.capturing.append(block)

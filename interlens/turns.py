@@ -186,6 +186,17 @@ def check_sites(spec: CaptureSpec) -> None:
         canonical_site(site)
 
 
+def check_places(spec: CaptureSpec, participant: Participant) -> None:
+    """UnknownSite for a site or layer that the participant's model does not have, as far as it is known by now."""
+    outline = getattr(participant, "outline", None)
+    anywhere = spec.layers is None and tuple(spec.sites) == ("residual",)
+    if outline is not None and not anywhere and (model := outline()) is not None:
+        from .interp.sites import resolve_layers
+
+        for site in spec.sites:
+            resolve_layers(model, spec.layers, site)
+
+
 def fit(conversation: Conversation, speaker: Participant, view: View, request: TurnRequest) -> Steps:
     """The view, made to fit the context limit by the conversation's policy."""
     from .policies.context import Room

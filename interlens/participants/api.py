@@ -20,6 +20,7 @@ from ..errors import APIFailed, BudgetExceeded
 from ..message import Message
 from ..turns import Ask, Steps
 from .base import Participant
+from .options import check_sampling
 from .providers import PROVIDERS, Answer, Malformed, Query
 
 _THINK = re.compile(r"^\s*<think>(.*?)(?:</think>|$)", re.DOTALL)
@@ -74,6 +75,7 @@ class APIParticipant(Participant):
             raise ValueError(f"no provider {provider!r}; possible: {', '.join(sorted(PROVIDERS))}")
         if max_cost is not None and prices is None:
             raise ValueError("max_cost needs prices=Prices(prompt=..., completion=...) to count by")
+        check_sampling(name, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
         self.model_id, self.provider, self.base_url = model_id, provider, base_url
         self.temperature, self.top_p, self.max_new_tokens = temperature, top_p, max_new_tokens
         self.tools, self.max_tool_iters = as_tools(tools), max_tool_iters

@@ -11,6 +11,7 @@ from ..reasoning import Markers
 from ..turns import Ask, Generate, Steps, TurnOptions, TurnRequest, as_tuple
 from .base import Participant
 from .generation import Generation
+from .options import check_names, check_sampling
 from .weights import Weights
 
 
@@ -40,6 +41,7 @@ class ModelParticipant(Participant):
             thinking = (str(thinking[0]), str(thinking[1]))
         elif thinking not in ("auto", True, False):
             raise ValueError(f"thinking is 'auto', True, False or a pair of marker texts, not {thinking!r}")
+        check_sampling(name, temperature=temperature, top_p=top_p, top_k=top_k, max_new_tokens=max_new_tokens)
         self.weights = weights
         self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
         self.max_new_tokens = max_new_tokens
@@ -86,6 +88,20 @@ class ModelParticipant(Participant):
         from ..interp.sites import num_layers
 
         return None if self.model is None else num_layers(self.model)
+
+    def outline(self) -> Any:
+        """The model if it is loaded, else its architecture without weights; None where neither is known yet."""
+        if self.weights.is_loaded:
+            return self.model
+        from ..errors import CannotLoad
+        from ..interp.sites import find_family
+        from ..preview import skeleton
+
+        try:
+            found = skeleton(self.weights.source or "", self.weights.options.get("revision"))
+        except CannotLoad:
+            return None
+        return found if find_family(found) else None
 
     def count_tokens(self, view: Any) -> int:
         """Prompt tokens of a view."""
@@ -193,11 +209,13 @@ class AutoModelParticipant:
 
         `load_options`: dtype, device, attention, revision (see `loading.load`). `options`: ModelParticipant's.
         """
+        check_names(options, ModelParticipant.__init__)
         return ModelParticipant(name, Weights(id_or_path, **dict(load_options or {})), **options)
 
     @staticmethod
     def from_model(model: Any, tokenizer: Any, *, name: str, **options: Any) -> ModelParticipant:
         """A participant on a model that is already loaded."""
+        check_names(options, ModelParticipant.__init__)
         return ModelParticipant(name, Weights(model=model, tokenizer=tokenizer), **options)
 
 

@@ -44,6 +44,11 @@ class Weights:
                 self._loaded[adapter] = load(source, tokenizer=self._tokenizer, adapter=adapter, **self.options)
         return self._loaded[adapter]
 
+    @property
+    def is_loaded(self) -> bool:
+        """Its model can be had without loading anything; so is one that only a given engine knows."""
+        return bool(self._loaded) or self._model is not None or self._engine is not None
+
     def engine(self, adapter: str | None = None) -> Any:
         if self._engine is not None:
             return self._engine
