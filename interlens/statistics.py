@@ -215,7 +215,7 @@ class GroupedMoments:
         with np.errstate(invalid="ignore"):
             totals = times @ chunk
         if not np.isfinite(totals).all():  # also where a row of no group is not finite
-            good = np.isfinite(chunk).all(axis=1)
+            good = np.asarray(np.isfinite(chunk).all(axis=1))
             bad = at[np.flatnonzero(~good[at])]
             self.non_finite += np.bincount(of[bad], minlength=len(self.count))
             chunk[~good], times[:, ~good] = 0, 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from . import donors, inputs, items, shapes
+from . import donors, inputs, items, judges, shapes
 from .config import CaptureConfig, InterventionConfig, ParticipantConfig, SweepConfig
 from .estimate import captures_turn, speakers
 from .places import Remote
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from interlens.interp.steering import SteeringSpec
     from interlens.loading import Loaded
     from interlens.message import Message
+
+    from .judges import Judge
 
 Part = Literal["trunk", "branch"]
 
@@ -52,6 +54,7 @@ class Models:
         for participant in config.scenario.participants.values():
             if participant.is_local:
                 self.of(config, participant)
+        judges.make(config, self)
 
     def facts(self) -> dict[str, dict[str, str]]:
         """Model name -> hashes of its weights and chat template, and its dtype."""
@@ -81,6 +84,7 @@ class Setting:
     patches: list[InterventionConfig] = field(init=False)
     """In order; their sources are `donation`'s business."""
     _captures: list[tuple[CaptureConfig, CaptureSpec]] = field(init=False)
+    judges: list[Judge] = field(init=False)
 
     def __post_init__(self) -> None:
         cast = self.config.scenario.participants
@@ -88,6 +92,7 @@ class Setting:
         self._edits = [(edit, self._steering(edit)) for edit in self.config.intervention if edit.kind == "steer"]
         self.patches = donors.patches(self.config)
         self._captures = [(capture, _capture(capture)) for capture in self.config.capture]
+        self.judges = judges.make(self.config, self.models)
 
     def conversation(self, part: Part, row: Mapping[str, Any], before: Sequence[Message] = ()) -> Conversation:
         """A conversation about an item, standing after the messages `before` (a trunk's, its opening included)."""

@@ -17,7 +17,7 @@ from interlens.errors import InterlensError
 from interlens.interp.select import Select
 from interlens.interp.sites import split_name
 
-from . import aggregates, anatomy, donors, inputs, items, shapes
+from . import aggregates, anatomy, donors, inputs, items, judges, shapes
 from .config import (
     AxisConfig,
     BranchConfig,
@@ -53,7 +53,11 @@ def checked(config: SweepConfig) -> SweepConfig:
     for i, c in enumerate(config.capture):
         if not isinstance(c.turns, str) and max(c.turns) >= most:
             raise ConfigError(f"capture[{i}].turns: no turn {max(c.turns)}; scenario.branch has {most}, counted from 0")
-    items.check(config.scenario.items, {t for point in (config, *under) for t in _texts(point.scenario)})
+    for point in (config, *under):
+        for name, judge in point.scenario.judges.items():
+            judges.check(point, name, judge)
+    texts = {t for point in (config, *under) for t in (*_texts(point.scenario), *judges.columns_check(point))}
+    items.check(config.scenario.items, texts)
     try:
         aggregates.build(config.aggregate, config)
     except ValueError as error:
@@ -115,6 +119,9 @@ def normalized(config: SweepConfig) -> SweepConfig:
     for name, participant in config.scenario.participants.items():
         if participant.is_local and participant.model is not None:
             shapes.check_source(shapes.model(config, participant.model).source, f"participants.{name}.model")
+    for name, judge in config.scenario.judges.items():
+        if judge.kind == "model":
+            shapes.check_source(shapes.model(config, judge.model).source, f"scenario.judges.{name}.model")
     capture = tuple(_capture(config, c, f"capture[{i}]") for i, c in enumerate(config.capture))
     edits = tuple(_intervention(config, e, f"intervention[{i}]") for i, e in enumerate(config.intervention))
     return replace(config, capture=capture, intervention=edits)

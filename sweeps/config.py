@@ -100,6 +100,31 @@ class BranchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class JudgeConfig:
+    """A model that is asked about what was said, after a cell's last turn. `scenario.judges.<name>`."""
+
+    prompt: str
+    """Holds `{transcript}`, what `participants` said after the branch point, and may hold `{column}` of the item row."""
+    model: str
+    """As a participant's."""
+    kind: str = "model"
+    """model | api."""
+    participants: tuple[str, ...] = ()
+    """Whose messages it sees; none named: everybody's, each with its speaker's name. Never the moderator's."""
+    answer: str = "number"
+    """number: the first one in its answer. choice: the one of `choices` that it names. text: all of it."""
+    choices: tuple[str, ...] = ()
+    range: tuple[float, ...] = ()
+    """[lowest, highest]; a number outside it counts as unreadable."""
+    system_prompt: str | None = None
+    temperature: float = 0.0
+    max_new_tokens: int = 16
+    thinking: str | bool = "auto"
+    provider: str | None = None
+    base_url: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScenarioConfig:
     """Who talks about what. Texts may hold `{column}` of the item row."""
 
@@ -120,6 +145,13 @@ class ScenarioConfig:
     seed: int = 0
     analyzers: tuple[str, ...] = _free(())
     """`module:function`, each `(conversation) -> dict` of numbers and strings, kept as outcomes."""
+    judges: Mapping[str, JudgeConfig] = _free(factory=dict)
+    """Name -> judge; its answers are outcomes too."""
+
+    @property
+    def has_outcomes(self) -> bool:
+        """Cells get values of their own."""
+        return bool(self.analyzers or self.judges)
 
     @property
     def first_message(self) -> str | None:

@@ -194,7 +194,7 @@ def size(config: SweepConfig) -> Size:
     pieces = len({**casts, cast_of(config): None} if has_trunk else casts)
     units = math.ceil(trunks / whole) * pieces
     per_file = sum(FILE_BYTES[t] for t, on in (("messages", True), ("records", config.capture),
-                                               ("outcomes", config.scenario.analyzers)) if on)  # fmt: skip
+                                               ("outcomes", config.scenario.has_outcomes)) if on)  # fmt: skip
     other = total["other"] + units * per_file + cells * (COMMIT_CELL_BYTES + ROW_BYTES["plan"])
     return Size(
         items=num_items, trunks=trunks, cells=cells, units=units, tokens=round(total["tokens"]),
@@ -214,8 +214,12 @@ def _add(total: dict[str, float], config: SweepConfig, part: str, times: int) ->
         )  # fmt: skip
     said = scenario.first_message if part == "trunk" or not scenario.trunk.turns else scenario.framing
     total["other"] += times * ROW_BYTES["messages"] * bool(said)
-    if part == "branch" and scenario.analyzers:
+    if part == "branch" and scenario.has_outcomes:
         total["other"] += times * ROW_BYTES["outcomes"]
+    if part == "branch":
+        for judge in scenario.judges.values():
+            total["tokens"] += times * judge.max_new_tokens * (judge.kind == "model")
+            total["other"] += times * (len(judge.prompt) + CHARS_PER_TOKEN * judge.max_new_tokens)
 
 
 def describe(config: SweepConfig) -> str:

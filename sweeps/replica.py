@@ -229,6 +229,8 @@ class UnitRun:
         outcomes: dict[str, Any] = {}
         for analyze in _analyzers(setting.config.scenario.analyzers):
             outcomes.update(analyze(conversation))
+        for judge in setting.judges:
+            outcomes.update((yield from judge.steps(conversation)))
         return conversation, records, outcomes, len(trunk), _routing(conversation, setting, records)
 
     def _play(self, conversation: Any, setting: Setting, part: Part, cell: Cell | None = None) -> Steps:
