@@ -69,8 +69,8 @@ class Conversation:
         """Open `capture` blocks, outermost first."""
         self.conditions: list[StopCondition] = []
         """Of the run that is going on."""
-        self.seen: dict[str, dict] = {}
-        """Reader -> index -> how it saw that message last: views are built anew for new messages only."""
+        self.seen: dict[tuple[str, str], dict] = {}
+        """(Reader, visibility) -> index -> how it saw that message last: only what is new is made anew."""
         self._calls = 0  # samples and denied steps since the last commit
         self._denied_call = 0  # call number of the next step
         self._fresh = copy.deepcopy((self.communication, self.context_policy))

@@ -12,7 +12,7 @@ from .template import Shape, Template
 from .view import View, ViewMessage
 
 
-@dataclass
+@dataclass(slots=True)
 class Slot:
     """One message as the template sees it, made of one or more of the view's."""
 
@@ -71,5 +71,6 @@ def shape_of(slots: list[Slot], view: View, template: Template, generate: bool, 
         from ..tools import schemas_json
 
         schemas = schemas_json(view.tools)
-    names = tuple(s.messages[0].author if s.role == "tool" else None for s in slots)
-    return Shape(tuple(s.role for s in slots), generate, schemas, thinking, names)
+    roles = tuple([s.role for s in slots])
+    names = tuple([s.messages[0].author if s.role == "tool" else None for s in slots]) if "tool" in roles else ()
+    return Shape(roles, generate, schemas, thinking, names)

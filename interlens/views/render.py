@@ -50,8 +50,10 @@ def render(
     memo = last.memo if last is not None else {}
     items = Stream(view=view, slots=slots, shape=shape, template=template, memo=memo).items()
     tokens = template.segments.tokens(items, last.tokens if last is not None else None)
+    spans = dict(tokens.contents)
+    spans.pop(None, None)
     layout = Layout(
-        message_spans={index: (start, stop) for index, start, stop in tokens.contents if index is not None},
+        message_spans=spans,
         special_spans=tuple(tokens.special), special_ids=template.special_ids, markers=markers,
         branch_start=tokens.marks[0] if tokens.marks else None,
     )  # fmt: skip

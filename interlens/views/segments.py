@@ -12,7 +12,7 @@ import re
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, Literal, NamedTuple
 
 CACHE_SIZE = 65536
@@ -34,8 +34,8 @@ class Tokens:
 
     items: list[Item]
     ids: list[int] = field(default_factory=list)
-    contents: list[tuple[int | None, int, int]] = field(default_factory=list)
-    """(transcript index or None, start, stop), in order."""
+    contents: list[tuple[int | None, tuple[int, int]]] = field(default_factory=list)
+    """(transcript index or None, span), in order."""
     marks: list[int] = field(default_factory=list)
     special: list[tuple[int, int]] = field(default_factory=list)
     """Spans of markup, and of special tokens within contents."""
@@ -44,13 +44,14 @@ class Tokens:
 
     def until(self, items: list[Item]) -> Tokens:
         """A copy of what can be kept for `items`: everything up to the last joint in their common beginning."""
-        common = next((n for n, (a, b) in enumerate(zip(self.items, items, strict=False)) if a != b), None)
-        common = min(len(self.items), len(items)) if common is None else common
-        joints = [j for j in self.joints if j[0] <= common]
+        joints = self.joints
+        if joints and self.items[: (last := joints[-1][0])] != items[:last]:  # mostly the very same objects
+            common = next(n for n, (a, b) in enumerate(zip_longest(self.items, items)) if a != b)
+            joints = [j for j in joints if j[0] <= common]
         _, ids, contents, marks, special = joints[-1] if joints else (0, 0, 0, 0, 0)
         return Tokens(
             items=items, ids=self.ids[:ids], contents=self.contents[:contents], marks=self.marks[:marks],
-            special=self.special[:special], joints=joints,
+            special=self.special[:special], joints=joints[:],
         )  # fmt: skip
 
 
@@ -96,8 +97,8 @@ class Segments:
             else:
                 piece.append(item)
         self._flush(piece, made)
-        if made.contents and made.contents[-1][2] < len(made.ids):
-            made.special.append((made.contents[-1][2], len(made.ids)))
+        if made.contents and made.contents[-1][1][1] < len(made.ids):
+            made.special.append((made.contents[-1][1][1], len(made.ids)))
         elif not made.contents and made.ids:
             made.special.append((0, len(made.ids)))
         return made
@@ -120,13 +121,13 @@ class Segments:
 
     def _content(self, made: Tokens, index: int | None, start: int, ids: tuple[int, ...]) -> None:
         """Add a content; what lies between it and the one before is markup."""
-        end = made.contents[-1][2] if made.contents else 0
+        end = made.contents[-1][1][1] if made.contents else 0
         if start > end:
             made.special.append((end, start))
         if not self.special_ids.isdisjoint(ids):
             made.special += [(start + n, start + n + 1) for n, i in enumerate(ids) if i in self.special_ids]
         made.ids += ids
-        made.contents.append((index, start, start + len(ids)))
+        made.contents.append((index, (start, start + len(ids))))
 
     def _cut_markup(self, text: str) -> tuple[str, ...]:
         """`text` cut in front of every special token: the first part is what comes before the first (maybe "")."""

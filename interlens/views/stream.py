@@ -32,15 +32,17 @@ class Stream:
         self.due = None if self.marks else self._branch_message()
         items: list[Item] = []
         brought_end = False  # the slot before brought its own end of turn
+        parts, memo, due = self.parts, self.memo, self.due
         for n, slot in enumerate(self.slots):
-            first = slot.messages[0] if len(slot.messages) == 1 else None
-            if self.marks or brought_end or first is self.due or slot.role == "tool":
-                first = None  # made anew
-            known = self.memo.get(n) if first is not None else None
-            if known is None or known[0] is not first or known[1] != self.parts[n]:
+            known = memo.get(n) if not (self.marks or brought_end) else None
+            if (
+                known is None or known[0] is not slot.messages[0] or known[1] != parts[n]
+                or known[0] is due or len(slot.messages) > 1
+            ):  # fmt: skip
+                lasting = not brought_end and self._lasts(slot)
                 made, brought_end = self._slot(n, slot, brought_end)
-                if first is not None and (made[-1].kind == "tokens" or self.template.leaves(first.role, shown(first))):
-                    self.memo[n] = (first, self.parts[n], made, brought_end)
+                if lasting:
+                    memo[n] = (slot.messages[0], parts[n], made, brought_end)
             else:
                 made, brought_end = known[2], known[3]
             items += made
@@ -48,6 +50,13 @@ class Stream:
         begins = self.view.branch_start is not None and self.due is None and self.slots and not self.marks
         items += self._markup(last, len(self.slots), len(self.parts[-1]) - len(last), bool(begins))
         return items
+
+    def _lasts(self, slot: Slot) -> bool:
+        """Whether the items of a slot depend on nothing but its message and the markup before it."""
+        first = slot.messages[0] if len(slot.messages) == 1 else None
+        if first is None or first is self.due or self.marks or slot.role == "tool":
+            return False
+        return own_tokens(first, self.template) is not None or self.template.leaves(first.role, shown(first))
 
     def _slot(self, n: int, slot: Slot, brought_end: bool) -> tuple[list[Item], bool]:
         """(items of a slot with the markup before it, whether they bring their own end of turn)."""

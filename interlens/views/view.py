@@ -86,6 +86,7 @@ def build(conversation: Conversation, participant: Participant, extra: Sequence[
 
     `extra`: messages that are not in the transcript but are seen as if they came next.
     """
+    from ..policies.communication import CommunicationPolicy
     from ..policies.templating import fill
 
     row, visibility = conversation.row, str(conversation.reasoning_visibility)
@@ -95,17 +96,23 @@ def build(conversation: Conversation, participant: Participant, extra: Sequence[
     for item in participant.private_context:
         content, role, author = fill(item.content, row), item.role_hint, item.author
         messages.append(ViewMessage(role=role, content=content, author=author))
-    visible, seen = conversation.communication.visible, conversation.seen.setdefault(participant.name, {})
+    name, policy, shows = participant.name, conversation.communication, visibility != "strip"
+    hears_all = type(policy).visible is CommunicationPolicy.visible
+    seen = conversation.seen.setdefault((name, visibility), {})
     for index, message in enumerate([*conversation.transcript, *extra]):
-        own = message.author == participant.name
-        if not own and not visible(conversation, index, message, participant.name):
+        if not hears_all and message.author != name and not policy.visible(conversation, index, message, name):
             continue
-        keep = visibility == "shared" or (own and visibility == "self_retain")
-        state = (message.author, message.content, message.fed, own, keep)
         known = seen.get(index)
-        if known is None or known[0] is not message or known[1] != state:
-            known = seen[index] = (message, state, _seen(message, index, own, keep))
-        messages.append(known[2])
+        if (
+            known is None or known[0] is not message or known[1] is not message.content
+            or known[2] is not message.author or known[3] is not message.fed
+            or (shows and known[4] is not message.metadata.get("reasoning"))
+        ):  # fmt: skip
+            known = seen[index] = (
+                message, message.content, message.author, message.fed, message.metadata.get("reasoning"),
+                _seen(message, index, name, visibility),
+            )  # fmt: skip
+        messages.append(known[5])
     return View(
         pov=participant.name, messages=tuple(messages), speakers=tuple(p.name for p in conversation.participants),
         moderator=conversation.moderator_name, branch_start=conversation.branch_start,
@@ -113,7 +120,9 @@ def build(conversation: Conversation, participant: Participant, extra: Sequence[
     )  # fmt: skip
 
 
-def _seen(message: Message, index: int, own: bool, keep: bool) -> ViewMessage:
+def _seen(message: Message, index: int, reader: str, visibility: str) -> ViewMessage:
+    own = message.author == reader
+    keep = visibility == "shared" or (own and visibility == "self_retain")
     return ViewMessage(
         role="assistant" if own else "user", content=message.content, author=message.author, index=index,
         fed=message.fed if own else None, keep_reasoning=keep,
