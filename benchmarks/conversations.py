@@ -10,6 +10,7 @@ conversation alone; a conversation twice as long must take about twice as long.
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import sys
 import time
@@ -75,9 +76,12 @@ def cost_ms(tokenizer, conversations: int, turns: int) -> float:
     weights = Weights(engine=engine, tokenizer=tokenizer)
     people = [ModelParticipant(name, weights, system_prompt="Be brief.") for name in ("alice", "bob")]
     conversation = Conversation(people, shared_context="Let's debate: is cereal a soup?")
+    gc.collect()
+    gc.freeze()  # what torch and transformers keep is not the harness's: full collections would walk it for every turn
     start = time.process_time()
     report = conversation.rollout(conversations, turns=turns)
     spent = time.process_time() - start - engine.spent
+    gc.unfreeze()
     assert not report.failed, report.failed[0].traceback
     return spent / (conversations * turns) * 1000
 

@@ -26,7 +26,7 @@ from .turns import Capturing, TurnOptions, Work, check_places, check_sites, fit,
 if TYPE_CHECKING:
     from .interp.activation_cache import ActivationCache
     from .rollout import RolloutReport
-    from .views.view import View
+    from .views.view import Heard, View
 
 Speaker = Participant | str | int
 
@@ -69,8 +69,8 @@ class Conversation:
         """Open `capture` blocks, outermost first."""
         self.conditions: list[StopCondition] = []
         """Of the run that is going on."""
-        self.seen: dict[tuple[str, str], dict] = {}
-        """(Reader, visibility) -> index -> how it saw that message last: only what is new is made anew."""
+        self.heard: dict[tuple[str, str], Heard] = {}
+        """(Reader, visibility) -> how it saw the transcript last, so that only what is new is made anew."""
         self._calls = 0  # samples and denied steps since the last commit
         self._denied_call = 0  # call number of the next step
         self._fresh = copy.deepcopy((self.communication, self.context_policy))
@@ -323,7 +323,7 @@ class Conversation:
         other.context_policy = copy.deepcopy(self.context_policy)
         other.communication = copy.deepcopy(self.communication)
         other.message_hooks = copy.deepcopy(self.message_hooks)
-        other.capturing, other.conditions, other.seen = [], [], {}
+        other.capturing, other.conditions, other.heard = [], [], {}
         other._calls = self._denied_call
         if seed is not None:
             other.seed = seed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from .interp.activation_cache import ActivationRecord
@@ -30,6 +30,9 @@ class Message:
     `metadata` holds plain JSON values only (see docs/conversations.md for its keys), never a tensor, never a NaN.
     """
 
+    changes: ClassVar[int] = 0
+    """How often any message was given another author, content or tokens: what was made of messages before is stale."""
+
     author: str
     content: str
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -40,8 +43,10 @@ class Message:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Another author or content is not what the recorded tokens say: they are forgotten."""
-        if name in ("author", "content") and self.__dict__.get("fed") is not None and value != getattr(self, name):
-            self.__dict__.update(fed=None, records=())
+        if name in ("author", "content", "fed") and name in self.__dict__ and value != self.__dict__[name]:
+            Message.changes += 1
+            if name != "fed":
+                self.__dict__.update(fed=None, records=())
         self.__dict__[name] = value
 
     def copy(self, **changes: Any) -> Message:

@@ -51,7 +51,7 @@ _CLASSES = {
     "tools": ("Tool",),
 }  # fmt: skip
 _HOME = {name: module for module, names in _CLASSES.items() for name in names}
-_SKIPPED = {"capturing", "conditions", "seen"}
+_SKIPPED = {"capturing", "conditions", "heard"}
 """Attributes of a conversation that belong to a block or a run that is going on."""
 
 
@@ -84,7 +84,7 @@ def load(cls: type[Conversation], directory: Path, allow: Iterable[str] = ()) ->
         tensors = load_file(directory / Path(body["tensors"]).name)
     reader = _Reader(tensors, frozenset([allow] if isinstance(allow, str) else allow))
     conversation = cls.__new__(cls)
-    conversation.capturing, conversation.conditions, conversation.seen = [], [], {}
+    conversation.capturing, conversation.conditions, conversation.heard = [], [], {}
     for name, value in body["conversation"].items():
         setattr(conversation, name, reader.decode(value))
     conversation._check_names()

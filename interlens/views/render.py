@@ -28,7 +28,7 @@ class Rendered:
 
     @cached_property
     def ids(self) -> tuple[int, ...]:
-        return tuple(self.tokens.ids)
+        return self.tokens.ids
 
     @cached_property
     def text(self) -> str:
@@ -50,7 +50,7 @@ def render(
     memo = last.memo if last is not None else {}
     items = Stream(view=view, slots=slots, shape=shape, template=template, memo=memo).items()
     tokens = template.segments.tokens(items, last.tokens if last is not None else None)
-    spans = dict(tokens.contents)
+    spans: dict[Any, tuple[int, int]] = dict(tokens.contents)
     spans.pop(None, None)
     layout = Layout(
         message_spans=spans,
@@ -82,9 +82,9 @@ def message_token_ids(
         Stream(view=view, slots=slots, shape=shape, template=template, marks=True).items()
     )  # fmt: skip
     starts = [0, *tokens.marks[1:]] if tokens.marks else []
-    spans = list(zip(starts, [*starts[1:], len(tokens.ids)], strict=True))
+    spans = list(zip(starts, [*starts[1:], tokens.length], strict=True))
     order = [
         id(m.original or m) for slot in slots for m in slot.messages
     ]  # slots may hold them in another order than the view
     place = {ref: span for ref, span in zip(order, spans, strict=True)}
-    return tuple(tokens.ids), [place[id(m)] for m in view.messages]
+    return tokens.ids, [place[id(m)] for m in view.messages]

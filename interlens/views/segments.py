@@ -33,14 +33,29 @@ class Tokens:
     """Token ids of a stream, and where its contents and marks are: half-open, absolute. Not to be changed."""
 
     items: list[Item]
-    ids: list[int] = field(default_factory=list)
+    chunks: list[tuple[int, ...]] = field(default_factory=list)
+    """The ids in pieces, which streams that begin alike share."""
+    length: int = 0
+    """How many ids."""
     contents: list[tuple[int | None, tuple[int, int]]] = field(default_factory=list)
     """(transcript index or None, span), in order."""
     marks: list[int] = field(default_factory=list)
     special: list[tuple[int, int]] = field(default_factory=list)
     """Spans of markup, and of special tokens within contents."""
-    joints: list[tuple[int, int, int, int, int]] = field(default_factory=list)
-    """Places from which a stream that begins alike may go on: lengths of items, ids, contents, marks, special."""
+    joints: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
+    """Places from which a stream that begins alike may go on: lengths of items, chunks, ids, contents, marks, special.
+    """
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        made: list[int] = []
+        for chunk in self.chunks:
+            made += chunk
+        return tuple(made)
+
+    def add(self, ids: tuple[int, ...]) -> None:
+        self.chunks.append(ids)
+        self.length += len(ids)
 
     def until(self, items: list[Item]) -> Tokens:
         """A copy of what can be kept for `items`: everything up to the last joint in their common beginning."""
@@ -48,10 +63,10 @@ class Tokens:
         if joints and self.items[: (last := joints[-1][0])] != items[:last]:  # mostly the very same objects
             common = next(n for n, (a, b) in enumerate(zip_longest(self.items, items)) if a != b)
             joints = [j for j in joints if j[0] <= common]
-        _, ids, contents, marks, special = joints[-1] if joints else (0, 0, 0, 0, 0)
+        _, chunks, length, contents, marks, special = joints[-1] if joints else (0, 0, 0, 0, 0, 0)
         return Tokens(
-            items=items, ids=self.ids[:ids], contents=self.contents[:contents], marks=self.marks[:marks],
-            special=self.special[:special], joints=joints[:],
+            items=items, chunks=self.chunks[:chunks], length=length, contents=self.contents[:contents],
+            marks=self.marks[:marks], special=self.special[:special], joints=joints[:],
         )  # fmt: skip
 
 
@@ -83,8 +98,10 @@ class Segments:
             item = items[n]
             if item.kind == "tokens":
                 self._flush(piece, made)
-                self._content(made, item.index, len(made.ids), item.ids)
-                made.joints.append((n + 1, len(made.ids), len(made.contents), len(made.marks), len(made.special)))
+                self._content(made, item.index, made.length, item.ids)
+                made.add(item.ids)
+                notes = len(made.contents), len(made.marks), len(made.special)
+                made.joints.append((n + 1, len(made.chunks), made.length, *notes))
             elif item.kind == "markup":
                 first, *rest = self._cut_markup(item.text)
                 if first:
@@ -93,40 +110,37 @@ class Segments:
                     self._flush(piece, made)
                     piece.append(Item("markup", text))
             elif item.kind == "mark" and not piece:
-                made.marks.append(len(made.ids))
+                made.marks.append(made.length)
             else:
                 piece.append(item)
         self._flush(piece, made)
-        if made.contents and made.contents[-1][1][1] < len(made.ids):
-            made.special.append((made.contents[-1][1][1], len(made.ids)))
-        elif not made.contents and made.ids:
-            made.special.append((0, len(made.ids)))
+        if made.contents and made.contents[-1][1][1] < made.length:
+            made.special.append((made.contents[-1][1][1], made.length))
+        elif not made.contents and made.length:
+            made.special.append((0, made.length))
         return made
 
     def _flush(self, piece: list[Item], made: Tokens) -> None:
         """Tokenise what has gathered."""
         if not piece:
             return
-        fresh = not made.ids and not made.joints  # where the tokeniser would see a start
+        fresh = not made.length and not made.joints  # where the tokeniser would see a start
         ids, spans, marks = self._piece(tuple((i.kind, i.text) for i in piece), fresh)
-        base = len(made.ids)
+        base = made.length
         made.marks += [base + m for m in marks]
-        done, owners = 0, [i.index for i in piece if i.kind == "content"]
+        owners = [i.index for i in piece if i.kind == "content"]
         for owner, (start, stop) in zip(owners, spans, strict=True):
-            made.ids += ids[done:start]
             self._content(made, owner, base + start, ids[start:stop])
-            done = stop
-        made.ids += ids[done:]
+        made.add(ids)
         piece.clear()
 
     def _content(self, made: Tokens, index: int | None, start: int, ids: tuple[int, ...]) -> None:
-        """Add a content; what lies between it and the one before is markup."""
+        """Note a content; what lies between it and the one before is markup."""
         end = made.contents[-1][1][1] if made.contents else 0
         if start > end:
             made.special.append((end, start))
         if not self.special_ids.isdisjoint(ids):
             made.special += [(start + n, start + n + 1) for n, i in enumerate(ids) if i in self.special_ids]
-        made.ids += ids
         made.contents.append((index, (start, start + len(ids))))
 
     def _cut_markup(self, text: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from ..message import Fed, Message
@@ -86,7 +87,6 @@ def build(conversation: Conversation, participant: Participant, extra: Sequence[
 
     `extra`: messages that are not in the transcript but are seen as if they came next.
     """
-    from ..policies.communication import CommunicationPolicy
     from ..policies.templating import fill
 
     row, visibility = conversation.row, str(conversation.reasoning_visibility)
@@ -96,28 +96,53 @@ def build(conversation: Conversation, participant: Participant, extra: Sequence[
     for item in participant.private_context:
         content, role, author = fill(item.content, row), item.role_hint, item.author
         messages.append(ViewMessage(role=role, content=content, author=author))
-    name, policy, shows = participant.name, conversation.communication, visibility != "strip"
-    hears_all = type(policy).visible is CommunicationPolicy.visible
-    seen = conversation.seen.setdefault((name, visibility), {})
-    for index, message in enumerate([*conversation.transcript, *extra]):
-        if not hears_all and message.author != name and not policy.visible(conversation, index, message, name):
-            continue
-        known = seen.get(index)
-        if (
-            known is None or known[0] is not message or known[1] is not message.content
-            or known[2] is not message.author or known[3] is not message.fed
-            or (shows and known[4] is not message.metadata.get("reasoning"))
-        ):  # fmt: skip
-            known = seen[index] = (
-                message, message.content, message.author, message.fed, message.metadata.get("reasoning"),
-                _seen(message, index, name, visibility),
-            )  # fmt: skip
-        messages.append(known[5])
+    messages += _heard(conversation, participant.name, visibility)
+    start = len(conversation.transcript)
+    for index, message in enumerate(extra, start):
+        if _hears(conversation, index, message, participant.name):
+            messages.append(_seen(message, index, participant.name, visibility))
     return View(
         pov=participant.name, messages=tuple(messages), speakers=tuple(p.name for p in conversation.participants),
         moderator=conversation.moderator_name, branch_start=conversation.branch_start,
         tools=(*getattr(participant, "tools", ()), *conversation.communication.tools(conversation, participant.name)),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A transcript as one reader saw it last."""
+
+    said: list[Message]
+    shown: list[ViewMessage | None]
+    """As the reader sees each; None: not at all."""
+    changes: int | None
+    """`Message.changes` at that time; None: what is seen depends on more than the messages being the same."""
+
+
+def _heard(conversation: Conversation, name: str, visibility: str) -> list[ViewMessage]:
+    """The transcript as `name` sees it. Only what is new since last time is looked at, where that is sure to do."""
+    from ..policies.communication import CommunicationPolicy
+
+    said, changes = list(conversation.transcript), Message.changes
+    last = conversation.heard.get((name, visibility)) or Heard([], [], None)
+    shown = last.shown[: len(said)]
+    hears_all = getattr(conversation.communication.visible, "__func__", None) is CommunicationPolicy.visible
+    simple = hears_all and visibility == "strip"
+    stands = simple and last.changes == changes and len(last.said) <= len(said)
+    if not (stands and all(map(is_, last.said, said))):
+        for index, before in enumerate(shown):
+            hears = _hears(conversation, index, said[index], name)
+            now = _seen(said[index], index, name, visibility) if hears else None
+            shown[index] = before if before == now else now  # what is the same object costs no rendering
+    for index in range(len(shown), len(said)):
+        hears = _hears(conversation, index, said[index], name)
+        shown.append(_seen(said[index], index, name, visibility) if hears else None)
+    conversation.heard[name, visibility] = Heard(said, shown, changes if simple else None)
+    return [m for m in shown if m is not None]
+
+
+def _hears(conversation: Conversation, index: int, message: Message, name: str) -> bool:
+    return message.author == name or conversation.communication.visible(conversation, index, message, name)
 
 
 def _seen(message: Message, index: int, reader: str, visibility: str) -> ViewMessage:

@@ -13,6 +13,7 @@ from interlens.policies import (
     DirectPipingPolicy,
     DropOldestPolicy,
     MessageHook,
+    RoundRobinPolicy,
     SlidingWindowPolicy,
     StopStringCondition,
     SummarizePolicy,
@@ -203,6 +204,35 @@ def test_edits_forget_tokens_and_reset_forgets_all():
     assert "Something else." in conversation.render_templated("alice")
     conversation.reset()
     assert conversation.transcript == [Message("moderator", "Talk.")] and conversation.turns_taken == 0
+
+
+def test_views_follow_every_change_of_the_transcript():
+    conversation = pair()
+    conversation.run(turns=4)
+    changes = [
+        lambda c: setattr(c.transcript[2], "content", "Changed in place."),
+        lambda c: setattr(c.transcript[0], "author", "alice"),
+        lambda c: setattr(c.transcript[1], "fed", None),
+        lambda c: c.transcript.insert(1, Message("moderator", "Put in.")),
+        lambda c: c.transcript.__delitem__(2),
+        lambda c: c.transcript.__setitem__(1, Message("bob", "Replaced.")),
+        lambda c: setattr(c, "reasoning_visibility", "shared"),
+        lambda c: c.transcript[-1].metadata.update(reasoning="Thought of later."),
+        lambda c: setattr(c, "reasoning_visibility", "strip"),
+        lambda c: setattr(c, "communication", DirectPipingPolicy(chain=("alice", "bob"))),
+        lambda c: setattr(c, "communication", RoundRobinPolicy()),
+        lambda c: setattr(c.participants[0], "name", "carol"),
+        lambda c: c.rewind(1),
+    ]
+    for change in changes:
+        for name in (0, 1):
+            conversation.render_templated(name, add_generation_prompt=True)
+        change(conversation)
+        for name in (0, 1):
+            fresh = conversation.branch()  # which has seen nothing yet
+            assert conversation.view(name) == fresh.view(name)
+            ours, theirs = (c.render_templated(name, add_generation_prompt=True) for c in (conversation, fresh))
+            assert ours == theirs
 
 
 def test_own_tokens_are_fed_verbatim():

@@ -86,7 +86,7 @@ def same(a, b):
             same(a[name], b[name])
     elif hasattr(a, "__dict__") and not isinstance(a, (type, str)) and not callable(a):
         left, right = (v.__getstate__() if hasattr(v, "__getstate__") else vars(v) for v in (a, b))
-        skipped = ("_line", "fingerprint", "capturing", "conditions", "seen", "first_ids")
+        skipped = ("_line", "fingerprint", "capturing", "conditions", "heard", "first_ids")
         same(*({k: v for k, v in s.items() if k not in skipped} for s in (left or {}, right or {})))
     else:
         assert a == b
