@@ -6,9 +6,6 @@ the front, canonical site names, and the content hash of every input.
 
 from __future__ import annotations
 
-import importlib
-import re
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,33 +17,29 @@ from interlens.interp.sites import split_name
 from . import aggregates, anatomy, donors, inputs, items, judges, shapes
 from .config import (
     AxisConfig,
-    BranchConfig,
     CaptureConfig,
     ConfigError,
     InterventionConfig,
-    ParticipantConfig,
     ScenarioConfig,
     SweepConfig,
-    TrunkConfig,
     did_you_mean,
 )
-from .grid import applied, full_path
-from .redact import redact
+from .grid import applied
 from .selection import parse_tokens
+from .values import check_choices, check_scenario, one_of
 
 POOLS = (None, "mean", "last", "max")
 MODES = ("add", "ablate", "norm_add", "replace")
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\- ]{0,63}")
 
 
 def checked(config: SweepConfig) -> SweepConfig:
     """The configuration, complete. ConfigError in one line for the first thing that is impossible."""
-    _check_scenario(config.scenario)
-    _check_choices(config)
+    check_scenario(config.scenario)
+    check_choices(config)
     config = normalized(config)
     under = [applied_and_normalized(config, {axis.path: label}) for axis in config.grid for label in axis.labels]
     for point in under:
-        _check_scenario(point.scenario)
+        check_scenario(point.scenario)
     for axis in config.grid:
         _check_axis(axis)
     most = max(point.scenario.branch.turns for point in (config, *under))
@@ -125,100 +118,6 @@ def normalized(config: SweepConfig) -> SweepConfig:
     capture = tuple(_capture(config, c, f"capture[{i}]") for i, c in enumerate(config.capture))
     edits = tuple(_intervention(config, e, f"intervention[{i}]") for i, e in enumerate(config.intervention))
     return replace(config, capture=capture, intervention=edits)
-
-
-def _check_scenario(scenario: ScenarioConfig) -> None:
-    if not scenario.participants:
-        raise ConfigError(
-            "the scenario has no participants; set scenario.participants, or choose experiment=... or scenario=topics"
-        )
-    if not scenario.items:
-        raise ConfigError("the scenario has no items; set scenario.items to a YAML, JSONL or Parquet file, or to rows")
-    for name, p in scenario.participants.items():
-        at = f"scenario.participants.{name}"
-        if not NAME.fullmatch(name):
-            raise ConfigError(
-                f"{name!r} cannot name a participant; use up to 64 letters, digits, '_', '-', '.' or blanks"
-            )
-        if name == scenario.moderator:
-            raise ConfigError(f"{at} has the moderator's name; rename one of them (scenario.moderator)")
-        if p.kind not in ("model", "scripted", "api"):
-            raise ConfigError(f"{at}.kind is {p.kind!r}; possible: model, scripted, api")
-        if p.kind != "scripted" and not p.model:
-            raise ConfigError(f"{at}.model is missing; give an embedded name (smollm2), a hub id or a folder")
-        if p.base_url and redact(p.base_url) != p.base_url:
-            raise ConfigError(f"{at}.base_url holds a secret; give it in the provider's environment variable instead")
-        if p.kind == "scripted" and not p.lines:
-            raise ConfigError(f"{at}.lines is empty; a scripted participant needs what it says")
-        _check_sampling(at, p)
-        _check_seeds(f"{at}.seed", (p.seed or 0,))
-    _check_seeds("scenario.seed", (scenario.seed,))
-    for part, least in (("trunk", 0), ("branch", 1)):
-        settings = getattr(scenario, part)
-        _check_sampling(f"scenario.{part}", settings)
-        if settings.turns < least:
-            raise ConfigError(f"scenario.{part}.turns is {settings.turns}; it must be at least {least}")
-        seeds = settings.seeds
-        if (isinstance(seeds, int) and seeds < 1) or (not isinstance(seeds, int) and not seeds):
-            raise ConfigError(f"scenario.{part}.seeds is {seeds!r}; give a number of at least 1, or a list of seeds")
-        if not isinstance(seeds, int) and len(set(seeds)) < len(seeds):
-            raise ConfigError(f"scenario.{part}.seeds names a seed twice: {list(seeds)}")
-        if not isinstance(seeds, int):
-            _check_seeds(f"scenario.{part}.seeds", seeds)
-
-
-def _check_sampling(at: str, given: ParticipantConfig | TrunkConfig | BranchConfig) -> None:
-    for key, value, least in (
-        ("max_new_tokens", given.max_new_tokens, 1), ("temperature", given.temperature, 0), ("top_k", given.top_k, 1),
-    ):  # fmt: skip
-        if value is not None and value < least:
-            raise ConfigError(f"{at}.{key} is {value}; it must be at least {least}")
-    if given.top_p is not None and not 0 < given.top_p <= 1:
-        raise ConfigError(f"{at}.top_p is {given.top_p}; it must lie in (0, 1]")
-
-
-def _check_seeds(at: str, seeds: Sequence[int]) -> None:
-    for seed in seeds:
-        if not -(2**63) <= seed < 2**63:
-            raise ConfigError(f"{at}: {seed} is no seed; give whole numbers of at most 64 bits")
-
-
-def _check_choices(config: SweepConfig) -> None:
-    one_of("cluster.executor", config.cluster.executor, ("ray", "inline"))
-    one_of("run.on_error", config.run.on_error, ("continue", "fail_fast"))
-    one_of("run.progress", config.run.progress, ("auto", "rich", "plain", "none"))
-    one_of("scenario.reasoning_visibility", config.scenario.reasoning_visibility, ("strip", "self_retain", "shared"))
-    if config.cluster.replicas < 1 or config.cluster.rows < 1 or config.cluster.in_flight < 1:
-        raise ConfigError("cluster.replicas, cluster.rows and cluster.in_flight must be at least 1")
-    if config.run.interval_s <= 0 or (config.run.max_failures or 0) < 0 or (config.run.max_hours or 0) < 0:
-        raise ConfigError("run.interval_s must be above 0, run.max_failures and run.max_hours at least 0, or null")
-    if config.plan.unit_cells is not None and config.plan.unit_cells < 1:
-        raise ConfigError(f"plan.unit_cells is {config.plan.unit_cells}; it must be at least 1, or null")
-    for name, model in config.models.items():
-        if not NAME.fullmatch(name):
-            raise ConfigError(f"{name!r} cannot name a model; use up to 64 letters, digits, '_', '-', '.' or blanks")
-        one_of(f"models.{name}.dtype", model.dtype, ("auto", "float32", "bfloat16", "float16", "float64"))
-    for analyzer in config.scenario.analyzers:
-        if not re.fullmatch(r"[\w.]+:[\w.]+", analyzer):
-            raise ConfigError(f"scenario.analyzers: {analyzer!r} is no import path; write module:function")
-        module, _, name = analyzer.partition(":")
-        try:
-            getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"scenario.analyzers: cannot import {analyzer!r}: {error}") from None
-    for axis in config.grid:
-        if full_path(axis.path) == "scenario.opening" and config.scenario.trunk.turns:
-            raise ConfigError(
-                "grid.scenario.opening acts before the branch point; set scenario.trunk.turns=0 or use framing"
-            )
-
-
-def one_of(where: str, given: Any, possible: Sequence[Any]) -> None:
-    """ConfigError unless `given` is one of `possible`."""
-    if given not in possible:
-        raise ConfigError(
-            f"{where} is {given!r}; possible: {', '.join('null' if p is None else str(p) for p in possible)}"
-        )
 
 
 def _participants(config: SweepConfig, given: tuple[str, ...], where: str) -> tuple[str, ...]:

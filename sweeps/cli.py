@@ -99,6 +99,7 @@ def _run(arguments: list[str]) -> int:
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     from . import executors
     from .compose import conf_dir, explain, relaxed
@@ -122,7 +123,7 @@ def _run(arguments: list[str]) -> int:
     ):
         try:
             app()
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, YAMLError) as error:
             raise ConfigError(explain(error)) from None
         except SystemExit as error:  # --help and the like, or argparse's own complaint
             return COMPLETE if not error.code else ERROR

@@ -29,6 +29,7 @@ def compose(overrides: list[str]) -> SweepConfig:
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
@@ -36,7 +37,7 @@ def compose(overrides: list[str]) -> SweepConfig:
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
             composed = hydra.compose("config", overrides=relaxed(overrides), return_hydra_config=True)
             return from_composed(composed, composed.hydra)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(explain(error)) from None
     finally:
         GlobalHydra.instance().clear()
@@ -54,9 +55,13 @@ def relaxed(overrides: list[str]) -> list[str]:
 
 def _is_plain_key(override: str) -> bool:
     key, equals, value = override.partition("=")
+    if equals and not key.strip():
+        raise ConfigError(
+            f"cannot read the override {override!r}; write key=value, and quote values with blanks or commas"
+        )
     if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key):
         return False
-    if key in GROUPS and "{" in value:
+    if key in GROUPS and ("{" in value or any(re.fullmatch(r"[\d.\s-]+", v) for v in value.strip("[]").split(","))):
         known = ", ".join(sorted(p.stem for p in (conf_dir() / key).glob("*.yaml")))
         raise ConfigError(f"{key} is a group: choose {key}=<{known}> and set its keys, or write an experiment file")
     return key not in GROUPS and not key.startswith("hydra.")
@@ -64,6 +69,8 @@ def _is_plain_key(override: str) -> bool:
 
 def explain(error: Exception) -> str:
     """Hydra's errors in one line, with the root cause and the options where a group's choice does not exist."""
+    from yaml import YAMLError
+
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -71,13 +78,31 @@ def explain(error: Exception) -> str:
     if "override_grammar" in text:
         shown = str(getattr(error, "override", None) or str(error).split("\n")[0]).lstrip("+")
         return f"cannot read the override {shown!r}; write key=value, and quote values with blanks or commas"
-    missing = re.search(r"Could not find '(\w+)/([^']*)'", text)
+    if isinstance(error, YAMLError):
+        mark = getattr(error, "problem_mark", None)
+        at = f"line {mark.line + 1} of {mark.name!r}" if mark else "a file"
+        return f"cannot read {at} as YAML: {getattr(error, 'problem', None) or text}"
+    if kinds := re.search(r"Cannot merge (Dict|List)Config with (Dict|List)Config", f"{text} {cause}"):
+        return _of_another_kind(text, *kinds.groups())
+    missing = re.search(r"Could not (?:find|load) '(\w+)/([^']*)'", text)
     if missing:
         group, given = missing.groups()
         known = [p.stem for p in (conf_dir() / group).glob("*.yaml")]
         return f"no {group} {given!r}{did_you_mean(given, known)}"
     inner = " ".join(str(cause).split())
     return text if inner in text else f"{text} ({inner})"
+
+
+def _of_another_kind(text: str, wanted: str, given: str) -> str:
+    """Where a list stands for a mapping, or the other way round, as far as Hydra says where."""
+    words = {"Dict": "a mapping (key: value)", "List": "a list"}
+    override = re.search(r"Error merging override \+*(\S+?)=", text)
+    file = re.search(r"In '([^']+)'", text)
+    if override:
+        return f"{override[1]} must be {words[wanted]}, got {words[given]}"
+    where = f"{file[1]}.yaml" if file else "the configuration"
+    lists = "capture, intervention, scenario.items, and values of the grid may be lists"
+    return f"{where}: {words[given]} stands where {words[wanted]} belongs; {lists}"
 
 
 def from_composed(composed: Any, hydra_config: Any) -> SweepConfig:
@@ -115,15 +140,26 @@ def from_plain(plain: Mapping[str, Any], suffix: str = "") -> SweepConfig:
         raise ConfigError("unknown key 'inputs'; what a sweep reads follows from its directions and items")
     for section in ("capture", "intervention"):
         data[section] = _one_or_list(data.get(section))
-    data["aggregate"] = [{"name": k, "options": v or {}} for k, v in (data.get("aggregate") or {}).items()]
+    entries = _mapping(data, "aggregate", "of aggregates to their options")
+    for name in entries:
+        _mapping(entries, name, "of options", "aggregate.")
+    data["aggregate"] = [{"name": name, "options": options or {}} for name, options in entries.items()]
     grid = data.pop("grid", None) or {}
-    data["scenario"] = {k: v for k, v in (data.get("scenario") or {}).items() if not (k == "items" and v is None)}
-    run = dict(data.get("run") or {})
+    scenario = _mapping(data, "scenario", "of settings")
+    data["scenario"] = {k: v for k, v in scenario.items() if not (k == "items" and v is None)}
+    run = dict(_mapping(data, "run", "of settings"))
     if run.get("dir") == "":
         raise ConfigError("run.dir is empty; give a folder, or null for runs/<experiment>")
     run["dir"] = (run.get("dir") or f"runs/{Path(str(data.get('experiment', 'sweep'))).name}") + suffix
     data["run"] = run
     return checked(build(SweepConfig, {**data, "grid": axes(grid)}))
+
+
+def _mapping(data: Mapping[str, Any], key: str, what: str, where: str = "") -> Mapping[str, Any]:
+    value = data.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{where}{key} must be a mapping {what}, got {value!r}")
+    return value or {}
 
 
 def _one_or_list(value: Any) -> list:

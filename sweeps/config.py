@@ -397,7 +397,7 @@ def _describe(hint: Any) -> str:
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_describe(a) for a in args)
     if origin is tuple:
-        return f"a list of {_describe(args[0])}"
+        return f"a list of {_describe(args[0]).removeprefix('a ')}s"
     if hint is type(None):
         return "null"
     if origin is not None or dataclasses.is_dataclass(hint):

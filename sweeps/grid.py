@@ -133,6 +133,11 @@ def _step(node: Any, step: str, where: str) -> Any:
     if isinstance(node, list):
         if step.isdigit():
             return node[_index(node, step, where)]
+        if not node:
+            raise ConfigError(
+                f"{where}: this sweep has no {where.split('.')[1]} to vary; give it one (intervention=steer and its keys, "
+                "or an intervention: section), or take the axis out of the grid"
+            )
         if len(node) != 1:
             raise ConfigError(
                 f"{where}: there are {len(node)} entries; name one by its number, as in intervention.0.coef"

@@ -10,6 +10,7 @@ In a configuration, `aggregate: {<name>: {kind: <kind>, ...options}}`; the kind 
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -121,15 +122,28 @@ def _build_one(name: str, options: dict[str, Any]) -> Sum | Fit:
         made = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"aggregate {name!r}: cannot import {path!r}: {error}") from error
-    try:
-        inspect.signature(made).bind(name, **options)
-    except TypeError as error:
-        known = ", ".join([*inspect.signature(made).parameters][1:]) or "none"
-        raise ValueError(f"aggregate {name!r} ({kind}): {error}; options: {known}") from None
+    _check_options(made, f"aggregate {name!r} ({kind})", options)
     try:
         return made(name, **options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"aggregate {name!r} ({kind}): {error}") from error
+
+
+def _check_options(made: Any, which: str, options: Mapping[str, Any]) -> None:
+    """ValueError for an option that it does not have, or must be given and is not."""
+    known = dict([*inspect.signature(made).parameters.items()][1:])
+    listed = f"options: {', '.join(known) or 'none'}"
+    if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        for option in options:
+            if option not in known:
+                close = difflib.get_close_matches(option, known, 1)
+                raise ValueError(
+                    f"{which} has no option {option!r}; {f'did you mean {close[0]!r}? ' * bool(close)}{listed}"
+                )
+    for option, p in known.items():
+        if p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and option not in options:
+            shown = """, as in contrast: "framing == 'warm' vs framing == 'cold'\"""" * (option == "contrast")
+            raise ValueError(f"{which} needs {option}{shown}; {listed}")
 
 
 def sums(aggregates: Iterable[Sum | Fit]) -> list[Sum]:

@@ -72,7 +72,22 @@ def test_what_is_loaded_travels_as_plain_values():
     ([*BASE, "grid.framing=[]"], "has no values"),
     ([*BASE, "grid.cluster.replicas=[1,2]"], "nothing there can make another cell"),
     ([*BASE, "grid.trunk.seeds=[1,2]"], "seeds are no axis"),
-    ([*BASE, "grid.intervention.coef=[1,2]"], "there are 0 entries"),
+    ([*BASE, "grid.intervention.coef=[1,2]"], "this sweep has no intervention to vary; give it one (intervention=steer"),
+    ([*BASE, "aggregate.directions={}"], "needs contrast, as in contrast: \"framing == 'warm' vs framing == 'cold'\""),
+    (["experiment=enthusiasm", "aggregate.directions.splt=item"], "no option 'splt'; did you mean 'split'?"),
+    (["experiment=enthusiasm", "aggregate.directions=[1]"], "aggregate.directions must be a mapping (key: value), got a"),
+    (["experiment=enthusiasm", "aggregate.directions=3"], "aggregate.directions must be a mapping of options, got 3"),
+    (["experiment=enthusiasm", "scenario.trunk=[2]"], "scenario.trunk must be a mapping (key: value), got a list"),
+    (["scenario=[1]"], "scenario is a group: choose scenario=<none, topics>"),
+    (["=3"], "cannot read the override '=3'"),
+    (["experiment=enthusiasm", "capture.0.layers=all"], "a list of whole numbers or null, got 'all'"),
+    ([*BASE, "cluster.num_cpus=-1"], "cluster.num_cpus is -1; it must be at least 0"),
+    ([*BASE, "cluster.object_store_memory=1"], "it must be at least 80 000 000"),
+    ([*BASE, "cluster.load_s=0"], "cluster.load_s is 0; it must be above 0 seconds"),
+    ([*BASE, "models.smollm2.device=toaster"], "models.smollm2.device is 'toaster'; possible: auto, cpu, cuda"),
+    ([*BASE, "scenario.participants.bob.thinking=maybe"], "thinking is 'maybe'; possible: auto, true, false"),
+    ([*BASE, "scenario.participants.bob.provider=nope"], "provider is 'nope'; possible: null, openai"),
+    ([*BASE, "scenario.moderator=''"], "scenario.moderator is empty"),
     ([*BASE, "grid.scenario.participants.bob.temprature=[1,2]"], "did you mean 'temperature'"),
     ([*BASE, "grid.scenario.participants.bob.temperature=[hot]"], "must be a number"),
     ([*BASE, "grid.scenario.opening=[a,b]"], "acts before the branch point"),
@@ -89,6 +104,20 @@ def test_what_is_loaded_travels_as_plain_values():
 def test_the_impossible_is_refused_in_one_line(overrides, said):
     with pytest.raises(ConfigError) as caught:
         load(overrides)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("scenario: [a, b]", "experiment/e.yaml: a list stands where a mapping (key: value) belongs; capture, intervention"),
+    ("scenario:\n  items: [a", "cannot read line 4 of "),
+    ("aggregate: directions", "aggregate must be a mapping of aggregates to their options, got 'directions'"),
+    ("defaults: [nope]", "no experiment 'nope'; known: enthusiasm"),
+])  # fmt: skip
+def test_a_file_that_says_something_else_is_told_in_plain_words(tmp_path, text, said):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "e.yaml").write_text(f"# @package _global_\n{text}\n")
+    with pytest.raises(ConfigError) as caught:
+        load([f"hydra.searchpath=['file://{tmp_path}']", "experiment=e"])
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -189,7 +189,7 @@ def test_sigterm_hands_the_rest_to_a_child_and_exits_4(folder):
 
 
 def test_two_drivers_on_one_folder_the_second_is_refused(folder):
-    first = command(folder, SWEEPS_FAKE_PAUSE_S="0.4")
+    first = command(folder, SWEEPS_FAKE_PAUSE_S="10")
     deadline = time.monotonic() + 30
     while not (folder / "run.json").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
