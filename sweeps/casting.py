@@ -183,5 +183,5 @@ def _capture(capture: CaptureConfig) -> CaptureSpec:
     tokens = parse_tokens(capture.tokens)
     if capture.special == "drop" and tokens != Select.special():
         tokens = tokens - Select.special()
-    how: dict[str, Any] = {"pool": capture.pool, "source": capture.source}
+    how: dict[str, Any] = {"pool": capture.pool, "source": capture.source, "max_norm": capture.max_norm}
     return CaptureSpec(sites=capture.sites, layers=capture.layers, tokens=tokens, **how)

@@ -178,11 +178,8 @@ def _site(site: str, layers: Any, where: str) -> str:
 
 
 def _capture(config: SweepConfig, c: CaptureConfig, where: str) -> CaptureConfig:
-    if c.max_norm is not None:
-        raise ConfigError(
-            f"{where}.max_norm: {c.max_norm} would not be applied at capture; possible: null. Capture without a pool and "
-            "give the aggregate max_norm instead"
-        )
+    if c.max_norm is not None and not c.max_norm > 0:
+        raise ConfigError(f"{where}.max_norm is {c.max_norm}; it must be above 0, or null for no limit")
     who = _participants(config, c.participants, where)
     if not c.sites:
         raise ConfigError(f"{where}.sites is empty; name at least one, as in [residual]")

@@ -172,7 +172,7 @@ class CaptureConfig:
     """branch | trunk | all | indices of the branch's generated turns."""
     special: str = "drop"
     max_norm: float | None = None
-    """Not applied at capture, so anything but null is refused: filter in an aggregate (`max_norm:` there)."""
+    """Rows of a larger norm (attention sinks) are left out before pooling, and counted in the record."""
     source: str = "run"
     routing: str = field(default="cell", metadata={"later": True})
     """For unpooled site `router`: the table `routing/` has a row per cell, or per message."""

@@ -84,6 +84,7 @@ def record_row(record: ActivationRecord) -> dict[str, Any]:
         "source": getattr(record, "source", "run"),
         "pool": record.pool,
         "num_pooled": record.num_pooled,
+        "removed": record.removed,
         "dtype": str(record.tensor.dtype).removeprefix("torch."),
     }
 
@@ -98,6 +99,7 @@ def record(row: Mapping[str, Any], tensor: Any) -> ActivationRecord:
         {span["phase"]: (span["start"], span["end"]) for span in row["phases"]},
         tokens=tuple(row["tokens"]), positions=tuple(row["positions"]), pool=row["pool"],
         num_pooled=row["num_pooled"], selection=row["selection"], fingerprint=row["fingerprint"],
+        removed=row.get("removed") or 0,
     )  # fmt: skip
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 1
-READABLE = (1,)
+SCHEMA_VERSION = 2
+READABLE = (1, 2)
 """Schema versions that readers accept: this and the previous one."""
 
 _WHO = [("unit", pa.string()), ("attempt", pa.string()), ("trunk", pa.string()), ("cell", pa.string())]
@@ -47,6 +47,7 @@ RECORDS = _schema([
     ("source", pa.string()),
     ("pool", pa.string()),
     ("num_pooled", pa.int32()),
+    ("removed", pa.int32()),  # selected rows above the capture's max_norm; null before version 2
     ("file", pa.string()),  # relative to the run folder
     ("key", pa.string()),  # tensor in the file
     ("row_start", pa.int64()),

@@ -30,6 +30,8 @@ class Kept:
     )
     slots: dict[tuple[Take, int, str], int] = field(default_factory=dict)
     pooled: dict[tuple[Take, int, str], list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
+    removed: dict[tuple[Take, int, str], int] = field(default_factory=lambda: defaultdict(int))
+    """Rows above `max_norm`."""
 
 
 class PoolTable:
@@ -81,7 +83,11 @@ class Collector:
     def commit(self, lanes: dict[Lane, Gathered]) -> None:
         """Take over what a forward that succeeded has gathered."""
         for lane, gathered in lanes.items():
+            if lane[4] is not None:
+                gathered = _within(gathered, lane)
             assert gathered.values is not None
+            if not gathered.owners:
+                continue
             if lane[2] is None:
                 size = gathered.values.numel() * gathered.values.element_size()
                 self._staged[lane].append(gathered)
@@ -93,7 +99,7 @@ class Collector:
             self.flush()
 
     def _pool(self, lane: Lane, gathered: Gathered) -> None:
-        layer, site, pool, _ = lane
+        layer, site, pool, *_ = lane
         assert pool is not None and gathered.values is not None
         table = self._pools.setdefault(lane, PoolTable(pool))
         slots = []
@@ -109,7 +115,7 @@ class Collector:
     def flush(self) -> None:
         """Move everything staged to its place, one transfer per lane."""
         for lane, parts in self._staged.items():
-            layer, site, _, offload = lane
+            layer, site, _, offload, _ = lane
             moved = self._mover.move([part.values for part in parts if part.values is not None], offload)
             offset = 0
             for part in parts:
@@ -130,7 +136,7 @@ class Collector:
         if row.kept is None:
             return
         for (take, layer, site), slot in row.kept.slots.items():
-            self._pools[layer, site, take.pool, take.offload].free.append(slot)
+            self._pools[(layer, site, *take.kind)].free.append(slot)
         for pieces in row.kept.pieces.values():
             for _, moved, rows in pieces:
                 self.bytes_held -= moved.row_bytes * len(rows)
@@ -156,7 +162,7 @@ class Collector:
         records = []
         for i, (take, layer, site, value, positions) in enumerate(found):
             record = make_record(row, take, layer, site, moved.get(i, value), positions)
-            record.fingerprint = fingerprint
+            record.fingerprint, record.removed = fingerprint, row.kept.removed.get((take, layer, site), 0)
             records.append((take.order, record))
         self._free(row)
         return records
@@ -167,7 +173,7 @@ class Collector:
         if slot is None:
             return None, np.empty(0)
         positions = np.concatenate(row.kept.pooled[take, layer, site])
-        table = self._pools[layer, site, take.pool, take.offload]
+        table = self._pools[(layer, site, *take.kind)]
         assert table.values is not None
         value = table.values[slot][None]
         return value / len(positions) if take.pool == "mean" else value.clone(), positions
@@ -179,6 +185,24 @@ class Collector:
             return None, np.empty(0)
         parts = [moved.rows(rows) for _, moved, rows in pieces]
         return torch.cat(parts) if len(parts) > 1 else parts[0], np.concatenate([at for at, _, _ in pieces])
+
+
+def _within(gathered: Gathered, lane: Lane) -> Gathered:
+    """The rows that are not above the lane's `max_norm`; what is left out is counted. Waits for the device."""
+    values, (layer, site, *_, max_norm) = gathered.values, lane
+    assert values is not None
+    keep = (~(values.float().norm(dim=-1) > max_norm)).cpu().numpy()
+    if keep.all():
+        return gathered
+    owners, at = [], 0
+    for row, take, positions in gathered.owners:
+        mine = keep[at : at + len(positions)]
+        at += len(positions)
+        _kept(row).removed[take, layer, site] += int((~mine).sum())
+        if mine.any():
+            owners.append((row, take, positions[mine]))
+    index = torch.from_numpy(keep.nonzero()[0]).to(values.device)
+    return Gathered(values=values[index], owners=owners)
 
 
 def make_record(row: Row, take: Take, layer: int, site: str, value: Tensor, positions: np.ndarray) -> ActivationRecord:

@@ -99,6 +99,7 @@ def _take(model, sequence: TokenSequence, spec: CaptureSpec, order: int, interve
         pool=spec.pool,
         offload=spec.offload,
         clean=spec.source == "clean" and intervened,
+        max_norm=spec.max_norm,
     )
 
 

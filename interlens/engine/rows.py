@@ -63,6 +63,13 @@ class Take:
     offload: str | None
     clean: bool
     """From a forward of its own, without interventions."""
+    max_norm: float | None = None
+    """Rows above it are left out."""
+
+    @property
+    def kind(self) -> tuple[str | None, str | None, float | None]:
+        """What a lane is named by, besides layer and site."""
+        return self.pool, self.offload, self.max_norm
 
 
 @dataclass(eq=False, kw_only=True)

@@ -38,8 +38,8 @@ class Gathered:
     index: list[np.ndarray] = field(default_factory=list)
 
 
-Lane = tuple[int, str, str | None, str | None]
-"""(layer, site, pool, offload)."""
+Lane = tuple[int, str, str | None, str | None, float | None]
+"""(layer, site, pool, offload, max_norm)."""
 
 
 class Tables:
@@ -122,7 +122,7 @@ def _lanes(rows: Sequence[Row], batch: Batch) -> dict[Lane, Gathered]:
                 continue
             flat = batch.flat(b, at)
             for layer, site in take.lanes:
-                gathered = lanes[layer, site, take.pool, take.offload]
+                gathered = lanes[(layer, site, *take.kind)]
                 gathered.owners.append((row, take, at))
                 gathered.index.append(flat)
     return lanes

@@ -65,6 +65,8 @@ class ActivationRecord:
     """Number of the ephemeral `sample` this belongs to; None for a committed message."""
     fingerprint: str = ""
     """Of the interventions in force."""
+    removed: int = 0
+    """Selected rows above the capture's `max_norm`: they are in neither `tensor` nor `tokens`."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class CaptureSpec:
     """What to capture: sites, layers (None: all that have the site), tokens, pooling, and from which forward.
 
     `source`: "run" takes the generation itself, interventions included; "clean" a fresh forward of the finished
-    sequence without any. `offload`: "cpu", or None to stay on the device.
+    sequence without any. `offload`: "cpu", or None to stay on the device. `max_norm`: selected rows of a larger norm
+    (attention sinks) are left out before pooling, and counted in the record.
     The site "pattern" is for `capture_activations` alone: engines and conversations refuse it.
     """
 
@@ -82,6 +85,7 @@ class CaptureSpec:
     tokens: Select = field(default_factory=Select.all)
     pool: Pool = None
     source: Literal["run", "clean"] = "run"
+    max_norm: float | None = None
 
     def __post_init__(self):
         sites = (self.sites,) if isinstance(self.sites, str) else tuple(self.sites)
@@ -95,6 +99,8 @@ class CaptureSpec:
             raise ValueError(f"no pool {self.pool!r}; possible: None, 'mean', 'last', 'max'")
         if self.source not in ("run", "clean"):
             raise ValueError(f"no source {self.source!r}; possible: 'run', 'clean'")
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ValueError(f"max_norm must be above 0, or None for no limit; got {self.max_norm!r}")
         if self.offload not in ("cpu", None):
             raise ValueError(f"cannot offload to {self.offload!r}; possible: 'cpu', None")
         if not isinstance(self.tokens, Select):

@@ -66,6 +66,10 @@ def capture_activations(
     The site "pattern" (attention weights, see `attention_patterns`) takes a forward of its own, whole rows (ValueError
     with `tokens` or `pool`), and the eager attention backend (else UnsupportedIntervention, before any forward).
     """
+    if spec.max_norm is not None:
+        raise ValueError(
+            f"max_norm={spec.max_norm} is for captures of conversations; filter the rows of this one yourself"
+        )
     input_ids = input_ids[None] if input_ids.dim() == 1 else input_ids
     ids, lengths = pack(input_ids, attention_mask)
     rows = [_selected_rows(spec, length) for length in lengths]

@@ -119,8 +119,13 @@ class ContrastFit:
             )
         except ValueError as error:
             return {"evaluation": None, "why": str(error)}
-        counted = {"rows": len(data.y), "rows_stored": data.num_stored, "excluded": data.num_excluded,
-                   "removed": data.removed}  # fmt: skip
+        counted = {
+            "rows": len(data.y),
+            "rows_stored": data.num_stored,
+            "excluded": data.num_excluded,
+            "removed": data.removed,
+            "removed_at_capture": data.removed_at_capture,
+        }
         return {"evaluation": {**found.summary(), **counted}}
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from .columns import columns, evaluated, grouped
@@ -103,6 +104,8 @@ class Labelled:
     """Vectors on either side in the run; more than rows here where the budget was smaller."""
     removed: int
     """Token rows of unpooled records (vectors of pooled ones) above `max_norm`, left out."""
+    removed_at_capture: int
+    """Token rows that the capture's own `max_norm` had left out of these records."""
     table: Any
     """The index rows of `x` (pyarrow), with the columns of `Question.also`."""
 
@@ -143,7 +146,9 @@ def labelled(run: Any, place: Place, question: Question) -> Labelled:
     extra = (question.split, *question.also)
     counts, sample = dict.fromkeys(("pos", "neg", "neither", "excluded"), 0), _Sample(question.max_rows)
     for shard in run.shards():
-        index = shard.index({*asked, *extra, *Place.COLUMNS, *question.source.columns, "trunk", "message_idx"})
+        index = shard.index(
+            {*asked, *extra, *Place.COLUMNS, *question.source.columns, "trunk", "message_idx", "removed"}
+        )
         if not index.num_rows:
             continue
         index = index.filter(pa.array(evaluated(index.select(list(Place.COLUMNS)), place.holds).astype(bool)))
@@ -185,8 +190,15 @@ def _gathered(run: Any, place: Place, question: Question, counts: Mapping[str, i
         non_finite=int((tokens > 0).sum()) - len(finite),
         num_stored=counts["pos"] + counts["neg"],
         removed=removed,
+        removed_at_capture=0
+        if table is None or "removed" not in table.column_names
+        else pc.sum(table["removed"]).as_py() or 0,
         table=table,
     )
+
+
+def _sum(table: Any, column: str) -> int:
+    return 0 if table is None or column not in table.column_names else pc.sum(table[column]).as_py() or 0
 
 
 def gather(run: Any, table: Any, source: Source) -> tuple[np.ndarray, np.ndarray, int]:

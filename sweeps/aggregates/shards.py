@@ -22,8 +22,10 @@ from .columns import short_names
 if TYPE_CHECKING:
     from ..store import Commit
 
-INDEX = ("cell", "trunk", "participant", "message_idx", "layer", "pool", "selection", "num_pooled", "phases", "file", "key",
-         "row_start", "row_end")  # fmt: skip
+INDEX = (
+    "cell", "trunk", "participant", "message_idx", "layer", "pool", "selection", "num_pooled", "removed", "phases", "file",
+    "key", "row_start", "row_end",
+)  # fmt: skip
 """Columns of `records` that an index has, besides the site."""
 TEXTS = ["cell", "trunk", "participant", "pool", "selection", "file", "key"]
 
@@ -97,7 +99,7 @@ class Shard:
             if file["table"] == "records":
                 where, fs = arrow(place(self.run.full_path(file["path"])))
                 with pq.ParquetFile(where, filesystem=fs, read_dictionary=TEXTS) as opened:
-                    table = opened.read(columns, use_threads=False)
+                    table = opened.read(columns, use_threads=False)  # a version before a column simply lacks it
                 site = pa.DictionaryArray.from_arrays(np.zeros(table.num_rows, np.int32), [_site(file["path"])])
                 table = table.append_column("site", site)
                 found.append(table.filter(table["cell"].is_valid()) if table["cell"].null_count else table)

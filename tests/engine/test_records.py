@@ -242,3 +242,34 @@ def test_specs_answer_in_the_order_in_which_they_are_asked():
     reply = Engine(model).run([asked])[0]
     assert [(r.layer, bool(r.fingerprint)) for r in reply.records] == [(2, False), (0, True)]
     same(Engine(model, rows=1).run([asked])[0], reply, model)
+
+
+@pytest.mark.parametrize("chunk", [4, 512])
+def test_rows_above_max_norm_are_left_out_before_pooling_and_counted(chunk):
+    model = model_of("llama")
+    plain = CaptureSpec(layers=(0, 2), tokens=Select.all())
+    (whole,) = Engine(model, chunk=chunk, rows=4).run([request(1, capture=(plain,))])
+    limit = float(whole.records[1].tensor.norm(dim=-1).quantile(0.47))  # of layer 2; layer 0 has smaller rows
+    specs = [replace(plain, max_norm=limit, pool=pool) for pool in POOLS] + [replace(plain, max_norm=1e-9)]
+    asked = [request(number, capture=(*specs, plain)) for number in (1, 2, 3)]
+    replies = Engine(model, chunk=chunk, rows=4).run(asked)
+    (first, *_) = replies
+    assert first.tokens == whole.tokens
+    assert len(first.records) == len(POOLS) * 2 + 2, "a record of which nothing is left does not exist"
+    for number, pool in enumerate(POOLS):
+        for at, layer in enumerate((0, 2)):
+            record, full = first.records[2 * number + at], whole.records[at]
+            inside = full.tensor.norm(dim=-1) <= limit
+            kept_rows = full.tensor[inside]
+            reduced = {None: kept_rows, "mean": kept_rows.mean(0)[None], "last": kept_rows[-1:],
+                       "max": kept_rows.amax(0)[None]}[pool]  # fmt: skip
+            assert (record.layer, record.pool, record.removed) == (layer, pool, int((~inside).sum()))
+            assert torch.allclose(record.tensor.double(), reduced.double(), atol=1e-5)
+            positions = inside.nonzero()[:, 0].tolist()
+            assert list(record.positions) == positions and list(record.tokens) == [full.tokens[p] for p in positions]
+            assert record.token_span[1] == len(record.tensor) and record.num_pooled == (
+                len(positions) if pool else None
+            )
+    assert first.records[1].removed > 0 and first.records[-1].removed == 0
+    with pytest.raises(ValueError, match="max_norm must be above 0"):
+        CaptureSpec(max_norm=-1.0)

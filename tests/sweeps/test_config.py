@@ -131,9 +131,10 @@ def test_defaults_are_written_out(tmp_path):
     assert aliased.capture[0].sites == ("residual",)
 
 
-def test_a_norm_filter_at_capture_is_refused_not_ignored(tmp_path):
-    with pytest.raises(ConfigError, match="would not be applied at capture"):
-        talk.config(tmp_path, capture={"participants": ["bob"], "max_norm": 300.0})
+def test_a_norm_filter_at_capture_is_a_positive_number(tmp_path):
+    assert talk.config(tmp_path, capture={"participants": ["bob"], "max_norm": 300}).capture[0].max_norm == 300.0
+    with pytest.raises(ConfigError, match=r"capture\[0\].max_norm is 0.0; it must be above 0"):
+        talk.config(tmp_path, capture={"participants": ["bob"], "max_norm": 0})
 
 
 def test_a_contrast_that_no_condition_meets_is_refused(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sweeps
-from sweeps import folder, garbage, show, tensors
+from sweeps import folder, garbage, show, tables, tensors
 from sweeps.config import ConfigError
 from sweeps.plan import expand
 from sweeps.store import Damaged
@@ -125,8 +125,8 @@ def test_no_run_and_other_versions_are_refused(tmp_path, root):
     with pytest.raises(ConfigError, match="is no run folder"):
         sweeps.open(tmp_path)
     about = (root / "run.json").read_text()
-    (root / "run.json").write_text(about.replace('"schema_version":1', '"schema_version":99'))
-    with pytest.raises(ConfigError, match="schema version 99; this version reads 1"):
+    (root / "run.json").write_text(about.replace(f'"schema_version":{tables.SCHEMA_VERSION}', '"schema_version":99'))
+    with pytest.raises(ConfigError, match="schema version 99; this version reads 1, 2"):
         sweeps.open(root)
 
 
