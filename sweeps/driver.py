@@ -337,7 +337,9 @@ class Driver:
         snapshot.units_open = sum(ledger.open_by_cast().values())
         snapshot.replicas_ready, snapshot.replicas_wanted = crew.num_ready, self.config.cluster.replicas
         snapshot.replica_deaths, snapshot.tokens = crew.deaths, sum(self._tokens.values())
-        snapshot.cells_per_s = max(ledger.num_held - self._held_before, 0) / max(snapshot.elapsed_s, 1e-9)
+        snapshot.underway = sum(sum(v.get("turns", {}).values()) for v in counters.values())
+        new = max(ledger.num_held - self._held_before, 0) + snapshot.underway
+        snapshot.cells_per_s = new / max(snapshot.elapsed_s, 1e-9)
         snapshot.finished = sum(sum(v.get("cells", {}).values()) for v in counters.values())
         snapshot.utilisation = {name: dict(v["seconds"]) for name, v in counters.items() if "seconds" in v}
         since, tokens = self._last_rate
@@ -421,7 +423,7 @@ class Driver:
     def _update_totals(self) -> None:
         snapshot, ledger = self.snapshot, self.ledger
         snapshot.cells, snapshot.held, snapshot.failed = ledger.num_cells, ledger.num_held, ledger.num_failed
-        snapshot.finished = 0
+        snapshot.finished, snapshot.underway = 0, 0.0
         snapshot.units_open, snapshot.elapsed_s = sum(ledger.open_by_cast().values()), time.monotonic() - self._started
 
 

@@ -77,7 +77,7 @@ def parsed(answer: str, config: JudgeConfig) -> float | str | None:
 
 def check(config: SweepConfig, name: str, judge: JudgeConfig) -> None:
     """ConfigError for a judge that cannot be asked."""
-    from .checks import NAME, one_of
+    from .values import NAME, one_of
 
     at, cast = f"scenario.judges.{name}", config.scenario.participants
     if not NAME.fullmatch(name):

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -46,6 +47,20 @@ class Stopped(Exception):
     """Raised between two steps of the engine when the driver has asked to stop."""
 
 
+@dataclass
+class Turns:
+    """How far a unit is, in turns: cells come last, long after the first tokens."""
+
+    planned: int
+    cells: int
+    taken: int = 0
+
+    @property
+    def cells_worth(self) -> float:
+        """The unit's cells times the share of its turns that are taken."""
+        return self.cells * min(self.taken / max(self.planned, 1), 1.0)
+
+
 class Replica:
     """Runs units. Several threads may run units at once: they share models and engines."""
 
@@ -58,6 +73,8 @@ class Replica:
         """Unit -> steps it has seen; a unit whose number stands still has stalled."""
         self.cells: dict[str, int] = {}
         """Unit in flight -> its finished cells."""
+        self.turns: dict[str, Turns] = {}
+        """Unit in flight -> how many of its turns are taken."""
         self.tokens = 0
         self.seconds: dict[str, float] = defaultdict(float)
         """By activity, summed over units: forward (turns, with what waits for the engine's lock) and writing."""
@@ -102,12 +119,17 @@ class Replica:
             self._busy.leave()
             self.ticks.pop(unit.id, None)
             self.cells.pop(unit.id, None)
+            self.turns.pop(unit.id, None)
 
     def counters(self) -> dict[str, Any]:
-        """What moves: steps of each unit in flight, tokens generated, seconds by activity."""
+        """What moves: steps, finished cells and cells' worth of turns of each unit in flight, tokens, seconds."""
         seconds = {activity: round(spent, 2) for activity, spent in self.seconds.items()}
         seconds["waiting"] = round(self._busy.idle_s(), 2)
-        return {"units": dict(self.ticks), "cells": dict(self.cells), "tokens": self.tokens, "seconds": seconds}
+        turns = {unit: round(taken.cells_worth, 2) for unit, taken in list(self.turns.items())}
+        return {
+            "units": dict(self.ticks), "cells": dict(self.cells), "turns": turns, "tokens": self.tokens,
+            "seconds": seconds,
+        }  # fmt: skip
 
     def stop(self) -> None:
         """Let every unit in flight commit what is complete and hand over the rest."""
@@ -156,6 +178,9 @@ class UnitRun:
         self.left_trunks = {trunk.id: trunk for trunk in unit.trunks if trunk.id not in trunk_units}
         self.tokens = self.num_held = self.num_failed = 0
         self.first_error = ""
+        scenario = base.config.scenario
+        planned = len(self.left_trunks) * scenario.trunk.turns + len(self.left) * scenario.branch.turns
+        self.turns = replica.turns[unit.id] = Turns(planned=planned, cells=len(unit.cells))
 
     def run(self) -> dict[str, Any]:
         from interlens.rollout import Scheduler
@@ -248,6 +273,7 @@ class UnitRun:
                 records += own
             else:
                 records += turn.records
+            self.turns.taken += 1
             if turn.message is not None:
                 generated = int(turn.message.metadata.get("n_tokens", 0))
                 self.tokens += generated

@@ -53,6 +53,26 @@ def test_neither_units_nor_rows_nor_units_in_flight_change_a_cell(model, undistu
     same(contents(tmp_path / "run"), contents(undisturbed))
 
 
+def test_progress_moves_with_turns_long_before_cells(model, tmp_path, monkeypatch):
+    from sweeps.progress import Snapshot
+    from sweeps.replica import UnitRun
+
+    seen, real = [], UnitRun._finished
+
+    def note(self, done):
+        seen.append((self.num_held, self.replica.counters()["turns"].get(self.unit.id)))
+        real(self, done)
+
+    monkeypatch.setattr(UnitRun, "_finished", note)
+    assert driver.run(settings(model, unit_cells=12), tmp_path / "run") == 0
+    worth = [w for _, w in seen]
+    assert worth == sorted(worth) and worth[-1] == 12.0, "all turns of all twelve cells"
+    assert 0 < seen[0][1] < 3 and seen[0][0] == 0, "a trunk is two of 30 turns"
+    under = Snapshot(cells=24, held=6, underway=worth[0], cells_per_s=2.0)
+    assert f"6/24 cells | {(6 + worth[0]) / 24:.0%} of all turns" in under.line()
+    assert under.eta_s == (18 - worth[0]) / 2
+
+
 def test_stopped_and_continued_equals_uninterrupted(model, undisturbed, tmp_path, monkeypatch):
     from sweeps.replica import UnitRun
 
