@@ -151,7 +151,7 @@ class Progress:
             self._bar = Bar(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rest]}"))
             self._bar.start()
             self._task = self._bar.add_task(self.root.name, total=1.0, rest="")
-        rest = snapshot.line().split("] ", 1)[1].split(" ", 1)[1]
+        rest = snapshot.line().split(" | ", 1)[1]
         self._bar.update(self._task, total=1.0, completed=snapshot.share, rest=rest)
 
 
