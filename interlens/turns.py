@@ -60,6 +60,8 @@ class TurnOptions:
     patch: Intervention | tuple[Intervention, ...] | None = None
     return_logprobs: bool = False
     max_new_tokens: int | None = None
+    forced: tuple[int, ...] | None = None
+    """Teacher forcing: the reply is these tokens, fed as if they had been drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +128,8 @@ def take(
         conversation.turns_taken,
         call,
     )
+    if options.forced is not None:
+        options = replace(options, max_new_tokens=len(options.forced))
     limit = least((options.max_new_tokens, *(c.turn_limit(conversation) for c in conversation.conditions)))
     if limit is not None:
         own = getattr(speaker, "max_new_tokens", None) if options.max_new_tokens is None else options.max_new_tokens
@@ -168,7 +172,7 @@ def refuse(speaker: Participant, options: TurnOptions) -> None:
         return
     asked = {
         "capture": as_tuple(options.capture), "steering": as_tuple(options.steering),
-        "patch": as_tuple(options.patch), "logprobs": options.return_logprobs,
+        "patch": as_tuple(options.patch), "logprobs": options.return_logprobs, "forced": options.forced is not None,
     }  # fmt: skip
     wanted = [name for name, value in asked.items() if value]
     if wanted:

@@ -6,6 +6,7 @@ the front, canonical site names, and the content hash of every input.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from interlens.errors import InterlensError
 from interlens.interp.select import Select
 from interlens.interp.sites import split_name
 
-from . import aggregates, anatomy, donors, inputs, items, judges, shapes
+from . import aggregates, anatomy, donors, inputs, items, judges, replay, shapes
 from .config import (
     AxisConfig,
     CaptureConfig,
@@ -50,7 +51,9 @@ def checked(config: SweepConfig) -> SweepConfig:
         for name, judge in point.scenario.judges.items():
             judges.check(point, name, judge)
     texts = {t for point in (config, *under) for t in (*_texts(point.scenario), *judges.columns_check(point))}
-    items.check(config.scenario.items, texts)
+    items.check(config.scenario.source, texts)
+    if config.scenario.replay:
+        _check_replay(config.scenario, [point.scenario for point in (config, *under)])
     try:
         aggregates.build(config.aggregate, config)
     except ValueError as error:
@@ -118,6 +121,20 @@ def normalized(config: SweepConfig) -> SweepConfig:
     capture = tuple(_capture(config, c, f"capture[{i}]") for i, c in enumerate(config.capture))
     edits = tuple(_intervention(config, e, f"intervention[{i}]") for i, e in enumerate(config.intervention))
     return replace(config, capture=capture, intervention=edits)
+
+
+def _check_replay(scenario: ScenarioConfig, under: Sequence[ScenarioConfig]) -> None:
+    """A replay says what is in its rows and nothing else; every row has every side."""
+    given = {
+        "items": scenario.items, "opening": any(s.first_message for s in under),
+        "framing": any(s.framing for s in under), "trunk.turns": scenario.trunk.turns,
+    }  # fmt: skip
+    if extra := [name for name, value in given.items() if value]:
+        raise ConfigError(f"scenario.{extra[0]} adds to conversations that a replay has whole; leave it out")
+    sides = {s.side: s for s in (under[1:] if any(s.side != scenario.side for s in under) else under)}
+    for row in items.read(scenario.source):
+        for side in sides.values():
+            replay.conversation(row, side)
 
 
 def _participants(config: SweepConfig, given: tuple[str, ...], where: str) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ USAGE = """sweeps <command> ...
   run    [key=value ...]   run it, or continue it; --help shows the configuration, -m runs several
   status DIR               what a run folder holds and how far it is
   report DIR               write the page of a run, DIR/report/index.html
+  capture DIR layers=20,24 [sites=...]     more layers or sites of a finished run, sampling nothing again
   aggregate DIR [name=... key=value ...]   aggregates again, or new ones, from what is stored; loads no model
   show   DIR CELL          print one conversation (any beginning of a cell's id)
   compare A B              the same cells in two runs: tokens that changed, log-probabilities, routing
@@ -215,6 +216,15 @@ def _aggregate(arguments: list[str]) -> int:
     return COMPLETE
 
 
+def _capture(arguments: list[str]) -> int:
+    from . import recapture
+
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(recapture.HELP)
+        return COMPLETE if arguments else ERROR
+    return recapture.capture(arguments[0], arguments[1:])
+
+
 def _show(arguments: list[str]) -> int:
     from . import show
     from .run import open as open_run
@@ -263,6 +273,7 @@ def _export(arguments: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "plan": _plan, "run": _run, "status": _status, "report": _report, "aggregate": _aggregate,
+    "plan": _plan, "run": _run, "status": _status, "report": _report, "capture": _capture,
+    "aggregate": _aggregate,
     "show": _show, "compare": _compare, "export": _export, "verify": _verify, "gc": _gc,
 }  # fmt: skip

@@ -145,6 +145,7 @@ def from_plain(plain: Mapping[str, Any], suffix: str = "") -> SweepConfig:
         _mapping(entries, name, "of options", "aggregate.")
     data["aggregate"] = [{"name": name, "options": options or {}} for name, options in entries.items()]
     grid = data.pop("grid", None) or {}
+    data = _replayed(data)
     scenario = _mapping(data, "scenario", "of settings")
     data["scenario"] = {k: v for k, v in scenario.items() if not (k == "items" and v is None)}
     run = dict(_mapping(data, "run", "of settings"))
@@ -160,6 +161,22 @@ def _mapping(data: Mapping[str, Any], key: str, what: str, where: str = "") -> M
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(f"{where}{key} must be a mapping {what}, got {value!r}")
     return value or {}
+
+
+def _replayed(data: dict[str, Any]) -> dict[str, Any]:
+    """A replay of a run has that run's speakers, unless others are named."""
+    scenario = data.get("scenario") or {}
+    source = str(scenario.get("replay") or "")
+    if not source.startswith("run:") or scenario.get("participants"):
+        return data
+    from .replay import scenario_of_run
+
+    found = scenario_of_run(source.removeprefix("run:"))
+    return {
+        **data,
+        "scenario": {**scenario, **found["scenario"]},
+        "models": {**found["models"], **(data.get("models") or {})},
+    }
 
 
 def _one_or_list(value: Any) -> list:

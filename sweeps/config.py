@@ -131,6 +131,11 @@ class ScenarioConfig:
     items: str | tuple[Mapping[str, Any], ...] = _free("")
     """A YAML, JSONL or Parquet file (found in the working directory, then beside the shipped configuration), or the
     rows themselves. Rows enter ids by their content."""
+    replay: str | None = _free(None)
+    """Instead of items: conversations to capture again without sampling, a file of rows or run:<path>. See `replay`."""
+    side: str = "messages"
+    """The column of a replayed row that holds its conversation; as an axis (`side: [positive, negative]`), each row is
+    a contrast pair."""
     participants: Mapping[str, ParticipantConfig] = field(default_factory=dict)
     """In speaking order."""
     opening: str | None = None
@@ -152,6 +157,11 @@ class ScenarioConfig:
     def has_outcomes(self) -> bool:
         """Cells get values of their own."""
         return bool(self.analyzers or self.judges)
+
+    @property
+    def source(self) -> str | tuple[Mapping[str, Any], ...]:
+        """Where the rows come from."""
+        return self.replay or self.items
 
     @property
     def first_message(self) -> str | None:

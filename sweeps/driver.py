@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +60,26 @@ class Stop(Exception):
         self.code, self.reason = code, reason
 
 
-def run(config: SweepConfig, run_dir: str | Path, *, replica: str = REPLICA) -> int:
-    """Run what is missing of a sweep in `run_dir` and return the exit code. Never raises for what a run can meet."""
+def run(
+    config: SweepConfig, run_dir: str | Path, *, replica: str = REPLICA,
+    enter: Callable[[SweepConfig, Any, Callable[[], None]], folder.Entered] | None = None,
+) -> int:  # fmt: skip
+    """Run what is missing of a sweep in `run_dir` and return the exit code. Never raises for what a run can meet.
+
+    enter: starts or continues the folder; None: `folder.enter`, from the configuration.
+    """
     root = place(run_dir)
     progress = Progress(root, config.run.progress, config.run.interval_s)
     lease = Lease(root, say=progress.say)
     try:
-        units = _before(config, root, replica)
+        units = _before(config, root, replica) if enter is None else None
         with folder.usable(root):
             lease.acquire()
         reach("driver.leased")
-        entered = folder.enter(config, root, lease.confirm, units)
+        if enter is None:
+            entered = folder.enter(config, root, lease.confirm, units)
+        else:
+            entered = enter(config, root, lease.confirm)
         reach("driver.planned")
         progress.event("started", found=entered.state, new_cells=entered.new_cells, command=_command())
         return Driver(config, root, progress, lease, replica).run()

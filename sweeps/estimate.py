@@ -6,20 +6,21 @@ Parquet needs per row and file is measured (bytes after compression) and is litt
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from interlens.interp.select import Select
 
-from . import items, shapes
+from . import items, replay, shapes
 from .config import CaptureConfig, SweepConfig
-from .grid import conditions
+from .grid import applied, conditions
 from .places import Remote, place
 from .selection import parse_tokens
 
@@ -66,7 +67,12 @@ def default_unit_cells(config: SweepConfig) -> int:
 
 
 def tensor_bytes(config: SweepConfig, part: str = "branch") -> int:
-    """Bytes of activations that one cell (one trunk) keeps, every reply at its budget."""
+    """Bytes of activations that one cell (one trunk) keeps, every reply at its budget; of a replay's first rows the
+    average."""
+    if config.scenario.replay:
+        rows = list(itertools.islice(items.read(config.scenario.source), 64))
+        config = applied(config, next(conditions(config.grid)))
+        return sum(load.tensors for row in rows for load in _replayed(config, row)) // max(1, len(rows))
     return sum(load.tensors for load in _turns(config, part))
 
 
@@ -91,14 +97,36 @@ def _turns(config: SweepConfig, part: str) -> Iterator[Load]:
     for turn, name in enumerate(speakers(config, part)):
         prompt += MESSAGE_MARKUP
         generated = budget(config, name, part)
-        caught = [c for c in config.capture if name in c.participants and captures_turn(c, part, turn)]
-        kept = [_kept(config, c, name, prompt, generated) for c in caught]
-        yield Load(
-            generated=generated, prompt=prompt if generated else 0, tensors=sum(k.tensors for k in kept),
-            records=sum(k.records for k in kept), record_tokens=sum(k.record_tokens for k in kept),
-            recomputed=max((k.recomputed for k in kept), default=0),
-        )  # fmt: skip
+        yield _load(config, name, part, turn, prompt if generated else 0, generated)
         prompt += generated
+
+
+def _replayed(config: SweepConfig, row: dict[str, Any]) -> Iterator[Load]:
+    """The turns of a given conversation: what is said is fed, nothing is generated."""
+    prompt, number, last = SYSTEM_TOKENS, 0, None
+    said = replay.conversation(row, config.scenario)
+    for message in said:
+        last = config.scenario.participants.get(message.author)
+        length = len(message.fed.generated) if message.fed else round(len(message.content) / CHARS_PER_TOKEN)
+        prompt += MESSAGE_MARKUP
+        if last is not None and last.is_local:
+            yield _load(config, message.author, "branch", number, prompt, length)
+        number += last is not None
+        prompt += length
+    if last is None or not last.is_local:
+        for name, participant in config.scenario.participants.items():
+            if participant.is_local:
+                yield _load(config, name, "branch", number, prompt, 0)
+                number += 1
+
+
+def _load(config: SweepConfig, name: str, part: str, turn: int, prompt: int, generated: int) -> Load:
+    caught = [c for c in config.capture if name in c.participants and captures_turn(c, part, turn)]
+    kept = [_kept(config, c, name, prompt, generated) for c in caught]
+    return Load(
+        generated=generated, prompt=prompt, tensors=sum(k.tensors for k in kept), records=sum(k.records for k in kept),
+        record_tokens=sum(k.record_tokens for k in kept), recomputed=max((k.recomputed for k in kept), default=0),
+    )  # fmt: skip
 
 
 def _text_tokens(text: str | None) -> int:
@@ -170,7 +198,7 @@ def size(config: SweepConfig) -> Size:
     from .identity import cast_of
     from .plan import seeds
 
-    num_items = sum(1 for _ in items.read(config.scenario.items))
+    num_items = sum(1 for _ in items.read(config.scenario.source))
     trunk_seeds, branch_seeds = len(seeds(config.scenario.trunk.seeds)), len(seeds(config.scenario.branch.seeds))
     trunk_axes = tuple(axis for axis in config.grid if axis.is_trunk)
     after = tuple(axis for axis in config.grid if not axis.is_trunk)
@@ -185,7 +213,12 @@ def size(config: SweepConfig) -> Size:
             num_points += 1
             under = applied_and_normalized(config, {**shared, **point})
             casts[cast_of(under)] = None
-            _add(total, under, "branch", num_items * trunk_seeds * branch_seeds)
+            if config.scenario.replay:
+                for row in items.read(config.scenario.source):
+                    _sum(total, under, _replayed(under, row), trunk_seeds * branch_seeds)
+                total["recomputed"] = 0
+            else:
+                _add(total, under, "branch", num_items * trunk_seeds * branch_seeds)
     trunks = num_items * trunk_seeds * settings
     cells = num_items * trunk_seeds * branch_seeds * num_points
     limit = config.plan.unit_cells or default_unit_cells(config)
@@ -204,14 +237,7 @@ def size(config: SweepConfig) -> Size:
 
 def _add(total: dict[str, float], config: SweepConfig, part: str, times: int) -> None:
     scenario = config.scenario
-    for load in _turns(config, part):
-        total["tokens"] += times * load.generated
-        total["tensors"] += times * load.tensors
-        total["recomputed"] += times * load.recomputed
-        total["other"] += times * (
-            ROW_BYTES["messages"] + GENERATED_BYTES * load.generated + PROMPT_BYTES * load.prompt
-            + ROW_BYTES["records"] * load.records + RECORD_TOKEN_BYTES * load.record_tokens
-        )  # fmt: skip
+    _sum(total, config, _turns(config, part), times)
     said = scenario.first_message if part == "trunk" or not scenario.trunk.turns else scenario.framing
     total["other"] += times * ROW_BYTES["messages"] * bool(said)
     if part == "branch" and scenario.has_outcomes:
@@ -220,6 +246,17 @@ def _add(total: dict[str, float], config: SweepConfig, part: str, times: int) ->
         for judge in scenario.judges.values():
             total["tokens"] += times * judge.max_new_tokens * (judge.kind == "model")
             total["other"] += times * (len(judge.prompt) + CHARS_PER_TOKEN * judge.max_new_tokens)
+
+
+def _sum(total: dict[str, float], config: SweepConfig, loads: Iterable[Load], times: int) -> None:
+    for load in loads:
+        total["tokens"] += times * load.generated
+        total["tensors"] += times * load.tensors
+        total["recomputed"] += times * load.recomputed
+        total["other"] += times * (
+            ROW_BYTES["messages"] + GENERATED_BYTES * load.generated + PROMPT_BYTES * load.prompt
+            + ROW_BYTES["records"] * load.records + RECORD_TOKEN_BYTES * load.record_tokens
+        )  # fmt: skip
 
 
 def describe(config: SweepConfig) -> str:
@@ -233,6 +270,11 @@ def describe(config: SweepConfig) -> str:
         for e in config.intervention
         if config.scenario.trunk.turns and _touches_trunk(parse_tokens(e.tokens))
     ]
+    notes += [
+        f"patch on {', '.join(e.participants)} at layers {', '.join(map(str, e.layers)) or 'none'} from {_from(e.from_)}: "
+        "a patched cell runs after its donor"
+        for e in config.intervention if e.kind == "patch"
+    ]  # fmt: skip
     if found.recomputed:
         notes.append(
             f"captures select about {found.recomputed} prompt positions, which are run through the model again"
@@ -240,13 +282,18 @@ def describe(config: SweepConfig) -> str:
     return "\n".join([
         f"{config.experiment} -> {config.run.dir}",
         f"{found.cells} cells in {found.units} units: {found.items} items{trunk}, "
-        f"{config.scenario.branch.turns} turns a cell",
+        f"{config.scenario.branch.turns} turns a cell" if not config.scenario.replay else "replayed",
         *axes,
-        f"about {found.tokens} tokens to generate, if every reply uses its budget",
+        f"about {found.tokens} tokens to generate, if every reply uses its budget" if not config.scenario.replay
+        else f"about {found.tokens} tokens of replies to feed, besides their prompts; none to generate",
         f"about {human(found.bytes)} to write: {human(found.tensor_bytes)} of activations, "
         f"{human(found.other_bytes)} of tables",
         *notes,
     ])  # fmt: skip
+
+
+def _from(given: Any) -> str:
+    return given if isinstance(given, str) else ", ".join(f"{k}={v}" for k, v in given.items()) or "the cell itself"
 
 
 def _touches_trunk(select: Select) -> bool:

@@ -75,7 +75,7 @@ def enter(
     store.write_new(root, "config-0.yaml", store.dump_yaml(config.to_dict()))
     plan = expand(config) if units is None else units
     count = planfile.write(root, 0, config.grid, plan, patched=has_patches(config))
-    store.write_new(root, "run.json", store.dump_json(_about(config)))
+    store.write_new(root, "run.json", store.dump_json(about(config)))
     return Entered(state="new", num_cells=count, new_cells=count)
 
 
@@ -244,7 +244,8 @@ def record_models(root: store.Root, models: Mapping[str, Mapping[str, Any]]) -> 
         store.replace(root, "run.json", store.dump_json(about))
 
 
-def _about(config: SweepConfig) -> dict[str, Any]:
+def about(config: SweepConfig) -> dict[str, Any]:
+    """What `run.json` says at the beginning."""
     return {
         "schema_version": tables.SCHEMA_VERSION,
         "experiment": config.experiment,

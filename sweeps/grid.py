@@ -14,10 +14,11 @@ from .config import AxisConfig, ConfigError, InterventionConfig, SweepConfig, bu
 ROOTS = {
     "framing": "scenario.framing",
     "trunk": "scenario.trunk",
+    "side": "scenario.side",
 }
 """The short forms."""
-ACTS = ("scenario.framing", "scenario.branch.", "scenario.participants.", "scenario.trunk.", "scenario.logprobs",
-        "scenario.opening", "scenario.reasoning_visibility", "intervention", "models.")  # fmt: skip
+ACTS = ("scenario.framing", "scenario.side", "scenario.branch.", "scenario.participants.", "scenario.trunk.",
+        "scenario.logprobs", "scenario.opening", "scenario.reasoning_visibility", "intervention", "models.")  # fmt: skip
 """What an axis may vary: everything else is in no cell's text or records, or acts before the branch point."""
 
 

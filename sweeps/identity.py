@@ -109,6 +109,7 @@ def cell_settings(config: SweepConfig) -> dict[str, Any]:
     """All but trunk and branch seed that a cell's text and records depend on."""
     scenario = config.scenario
     return {
+        **({"replay": scenario.side} if scenario.replay else {}),
         "branch": identity(scenario.branch), "participants": _participants(config), "models": _models(config),
         "opening": scenario.opening, "moderator": scenario.moderator, "framing": scenario.framing,
         "seed": scenario.seed, "reasoning_visibility": scenario.reasoning_visibility, "logprobs": scenario.logprobs,

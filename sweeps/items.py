@@ -69,6 +69,11 @@ def _rows(source: Any) -> Iterator[Any]:
     if not isinstance(source, str):
         yield from source
         return
+    if source.startswith("run:"):
+        from .replay import rows_of_run
+
+        yield from rows_of_run(source.removeprefix("run:"))
+        return
     path = find(source)
     read_file = _FILES.get(path.suffix, _lines)
     try:

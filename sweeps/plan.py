@@ -127,7 +127,7 @@ def trunks(config: SweepConfig) -> Iterator[Branches]:
     """Every trunk with its cells, streamed in plan order."""
     ids = Identities(config)
     trunk_seeds, branch_seeds = seeds(config.scenario.trunk.seeds), seeds(config.scenario.branch.seeds)
-    for row in items.read(config.scenario.items):
+    for row in items.read(config.scenario.source):
         row_digest = digest(row)
         for shared, points in ids.by_trunk:
             for seed in trunk_seeds:

@@ -33,6 +33,8 @@ class Records(ABC):
     """Base of `Run`: what it needs of it is abstract here."""
 
     root: Path | Remote
+    captures: Any
+    """Run folders inside this one whose records are read along."""
 
     @abstractmethod
     def dataset(self, name: str, files: Sequence[str] | None = None) -> ds.Dataset:
@@ -128,7 +130,14 @@ class Records(ABC):
         """Every commit."""
 
     def _index(self, where: Any, filters: Mapping[str, Any]) -> pa.Table:
-        return self.dataset("records").to_table(filter=_expression(where, filters, FILTERS))
+        expression = _expression(where, filters, FILTERS)
+        found = [self.dataset("records").to_table(filter=expression)]
+        for added in self.captures:
+            table = added.dataset("records").to_table(filter=expression)
+            inside = f"captures/{added.root.name}/"
+            column = pc.binary_join_element_wise(inside, table["file"], "")
+            found.append(table.set_column(table.column_names.index("file"), "file", column))
+        return pa.concat_tables(found) if len(found) > 1 else found[0]
 
     def _record(self, row: Mapping[str, Any]) -> ActivationRecord:
         return rows.record(row, self._mapped(row["file"]).rows(row["key"], row["row_start"], row["row_end"]))

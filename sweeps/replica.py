@@ -14,13 +14,13 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from . import aggregates, donation
+from . import aggregates, donation, replay
 from .aggregates import CellResult
 from .casting import Models, Part, Setting, acts
 from .config import SweepConfig
@@ -79,9 +79,15 @@ class Replica:
         self.seconds: dict[str, float] = defaultdict(float)
         """By activity, summed over units: forward (turns, with what waits for the engine's lock) and writing."""
         self._busy = _Busy()
+        self.recorded = replay.Recorded(self._outer()) if self.config.scenario.replay == replay.RECORDED else None
+        """What is captured again, in a folder that `sweeps capture` made."""
         self._settings: dict[tuple, Setting] = {}
         self._lock = threading.Lock()
         self._configs: dict[int, SweepConfig] = {}
+
+    def _outer(self) -> Any:
+        """The run in which this folder lies, as RUN/captures/<hash>."""
+        return place(str(self.root).rsplit("/captures/", 1)[0])
 
     def load(self) -> dict[str, Any]:
         """Load the models; returns their hashes and how long it took."""
@@ -213,13 +219,17 @@ class UnitRun:
             else:
                 self.scheduler.add(self._play_trunk(trunk), tag=trunk)
         if not self.unit.trunks:
-            self._branch(list(self.unit.cells), ())
+            self._branch(self._by_length() if self.replica.config.scenario.replay else list(self.unit.cells), ())
 
     def _play_trunk(self, trunk: Trunk) -> Steps:
         setting = self.replica.setting(self.unit.part, dict(trunk.condition))
         conversation = setting.conversation("trunk", self.unit.items[trunk.item])
         conversation.key = (trunk.item, trunk.seed)
-        records = yield from self._play(conversation, setting, "trunk")
+        if (recorded := self.replica.recorded) is not None:
+            said = recorded.trunk(trunk.id)[len(conversation.transcript) :]
+            records = yield from self._replay(conversation, setting, "trunk", said)
+        else:
+            records = yield from self._play(conversation, setting, "trunk")
         return list(conversation.transcript), records, _routing(conversation, setting, records)
 
     def _read_back(self, trunk: str) -> list[Any]:
@@ -248,10 +258,18 @@ class UnitRun:
         conversation.key = (cell.item, cell.trunk_seed, cell.branch_seed)
         if trunk:
             conversation.branch_start = len(trunk)
-        if framing := setting.framing(row):
-            conversation.transcript.append(conversation.moderator_name, framing)
-        records = yield from self._play(conversation, setting, "branch", cell)
         outcomes: dict[str, Any] = {}
+        if (recorded := self.replica.recorded) is not None:
+            said, outcomes = recorded.cell(self.unit, cell.id)
+            said = said[len(conversation.transcript) - len(trunk) :]  # without the opening
+            records = yield from self._replay(conversation, setting, "branch", said, cell)
+        elif setting.config.scenario.replay:
+            said = replay.conversation(row, setting.config.scenario)
+            records = yield from self._replay(conversation, setting, "branch", said, cell)
+        else:
+            if framing := setting.framing(row):
+                conversation.transcript.append(conversation.moderator_name, framing)
+            records = yield from self._play(conversation, setting, "branch", cell)
         for analyze in _analyzers(setting.config.scenario.analyzers):
             outcomes.update(analyze(conversation))
         for judge in setting.judges:
@@ -261,24 +279,63 @@ class UnitRun:
     def _play(self, conversation: Any, setting: Setting, part: Part, cell: Cell | None = None) -> Steps:
         records: list[Any] = []
         for number, speaker in enumerate(setting.speakers(part)):
-            options = setting.options(part, number, speaker)
-            if cell is not None and cell.donors:
-                options["patch"] = yield from self._patches(conversation, setting, cell, number, speaker)
-            asked = self._asked_of(cell, number, speaker) if cell is not None else {}
-            specs = (*options.pop("capture", ()), *asked)
-            turn = yield from conversation.turn(speaker, **options, capture=specs)
-            if asked and cell is not None:
-                given, own = donation.parted(number, asked, specs, turn, conversation.participant(speaker))
-                self.given.setdefault(cell.id, {}).update(given)
-                records += own
-            else:
-                records += turn.records
-            self.turns.taken += 1
-            if turn.message is not None:
-                generated = int(turn.message.metadata.get("n_tokens", 0))
-                self.tokens += generated
-                self.replica.tokens += generated
+            records += yield from self._turn(conversation, setting, part, number, speaker, cell)
         return records
+
+    def _turn(self, conversation: Any, setting: Setting, part: Part, number: int, speaker: str,
+              cell: Cell | None = None, forced: tuple[int, ...] | None = None) -> Steps:  # fmt: skip
+        """One turn with all that acts in it; its records. A donor's turn also leaves what its recipients need."""
+        options = setting.options(part, number, speaker)
+        if cell is not None and cell.donors:
+            options["patch"] = yield from self._patches(conversation, setting, cell, number, speaker)
+        asked = self._asked_of(cell, number, speaker) if cell is not None else {}
+        specs = (*options.pop("capture", ()), *asked)
+        turn = yield from conversation.turn(speaker, **options, capture=specs, forced=forced)
+        self.turns.taken += 1
+        if turn.message is not None:
+            generated = int(turn.message.metadata.get("n_tokens", 0))
+            self.tokens += generated
+            self.replica.tokens += generated
+        if not asked or cell is None:
+            return turn.records
+        given, own = donation.parted(number, asked, specs, turn, conversation.participant(speaker))
+        self.given.setdefault(cell.id, {}).update(given)
+        return own
+
+    def _replay(self, conversation: Any, setting: Setting, part: Part, said: Sequence[Any],
+                cell: Cell | None = None) -> Steps:  # fmt: skip
+        """What was said, said again: a local participant's messages are fed as if they had been drawn."""
+        records: list[Any] = []
+        people, number, local = setting.config.scenario.participants, 0, None
+        for message in said:
+            local = setting.names.get(message.author)
+            if local is None or not self._looked_at(setting, part, number, message.author, cell):
+                conversation.transcript.append(message.copy())
+                conversation.turns_taken += message.author in people
+            else:
+                speaker = conversation.participant(message.author)
+                tokens = message.fed.generated if _is_of(message.fed, speaker) else speaker.reply_ids(message.content)
+                records += yield from self._turn(conversation, setting, part, number, message.author, cell, tokens)
+                if self.replica.recorded is not None:
+                    replay.check_same(message, conversation.transcript[-1])
+                    conversation.transcript[-1] = message.copy()
+            number += message.author in people
+        if local is None and self.replica.recorded is None:
+            for reader in setting.names:  # the last word was somebody else's: it is read
+                records += yield from self._turn(conversation, setting, part, number, reader, cell, ())
+                number += 1
+        return records
+
+    def _looked_at(self, setting: Setting, part: Part, number: int, speaker: str, cell: Cell | None) -> bool:
+        """True if a turn has to be run again: something of it is kept."""
+        options = setting.options(part, number, speaker)
+        asked = cell is not None and self._asked_of(cell, number, speaker)
+        return bool(options.get("capture") or options.get("return_logprobs") or asked)
+
+    def _by_length(self) -> list[Cell]:
+        """Given conversations of similar length side by side, so that they share batches without padding."""
+        rows = {name: len(str(row)) for name, row in self.unit.items.items()}
+        return sorted(self.unit.cells, key=lambda cell: rows[cell.item])
 
     # ---- patches
 
@@ -441,6 +498,11 @@ class _Busy:
 
     def idle_s(self) -> float:
         return self._idle + (time.monotonic() - self._since if self._since is not None else 0.0)
+
+
+def _is_of(fed: Any, speaker: Any) -> bool:
+    """True if recorded tokens are of this participant's own tokenizer and template."""
+    return fed is not None and fed.template_hash in ("", speaker.template.hash)
 
 
 def _analyzers(paths: tuple[str, ...]) -> Iterator[Any]:

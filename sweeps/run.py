@@ -223,6 +223,38 @@ class Run(Records):
         found = self.dataset("messages", files).to_table(filter=filter).to_pylist() if files else []
         return sorted(found, key=lambda row: row["message_idx"])
 
+    def unit_messages(self, unit: str) -> dict[str, list[Message]]:
+        """Cell -> its own messages, after its trunk, of the finished cells of a unit of the plan; read at once."""
+        found: dict[str, list[Message]] = {}
+        for commit in self._cell_units.get(unit, []):
+            for row in self._message_rows(commit, pc.field("cell").is_valid()):
+                found.setdefault(row["cell"], []).append(rows.message(row))
+            found |= {cell: found.get(cell, []) for cell in commit.cells}
+        return found
+
+    def unit_outcomes(self, unit: str) -> dict[str, dict[str, Any]]:
+        """Cell -> its outcomes, of the finished cells of a unit of the plan that have some."""
+        files = [self.full_path(f["path"]) for c in self._cell_units.get(unit, []) for f in c.files
+                 if f["table"] == "outcomes"]  # fmt: skip
+        table = self.dataset("outcomes", files).to_table() if files else pa.table({})
+        return {row["cell"]: dict(row["numbers"]) | dict(row["texts"]) for row in table.to_pylist()}
+
+    @cached_property
+    def held_cells(self) -> frozenset[str]:
+        """The finished cells."""
+        return frozenset(cell for c in self._commits for cell in c.cells)
+
+    @cached_property
+    def held_trunks(self) -> frozenset[str]:
+        """The trunks that some commit holds."""
+        return frozenset(self._trunk_holder)
+
+    @cached_property
+    def captures(self) -> list[Run]:
+        """What `sweeps capture` added: run folders of the same cells, whose records `query`, `at`, `cache` and
+        `vectors` read along."""
+        return [Run(path.parent) for path in sorted((self.root / "captures").glob("*/run.json"))]
+
     @cached_property
     def _trunk_holder(self) -> dict[str, Commit]:
         found: dict[str, Commit] = {}

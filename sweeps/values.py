@@ -29,7 +29,7 @@ def check_scenario(scenario: ScenarioConfig) -> None:
         raise ConfigError(
             "the scenario has no participants; set scenario.participants, or choose experiment=... or scenario=topics"
         )
-    if not scenario.items:
+    if not scenario.source:
         raise ConfigError("the scenario has no items; set scenario.items to a YAML, JSONL or Parquet file, or to rows")
     if not scenario.moderator:
         raise ConfigError("scenario.moderator is empty; give the moderator a name")

@@ -116,6 +116,10 @@ class ModelParticipant(Participant):
         ids += [known[text] for text in ("<|call|>", "<|return|>", "<|eom_id|>") if text in known]
         return tuple(sorted({*ids, *self.template.end_of_turn}))
 
+    def reply_ids(self, text: str) -> tuple[int, ...]:
+        """The tokens of a reply with this text, its end of turn included: what teacher forcing feeds."""
+        return (*self.tokenizer(text, add_special_tokens=False)["input_ids"], *self.template.end_of_turn)
+
     @property
     def _thinking_flag(self) -> bool | None:
         return self.thinking if isinstance(self.thinking, bool) else None
@@ -156,7 +160,7 @@ class ModelParticipant(Participant):
         family = family_of(self.template.source, self.template.takes_tools) if view.tools else None
         for round_ in range(self.max_tool_iters + 1 if view.tools else 1):
             made = yield from self._generate(prompt_view, request, round_)
-            text, calls = made.rest(family)
+            text, calls = made.rest(family if request.options.forced is None else None)
             if not calls or round_ == self.max_tool_iters:
                 break
             results = []
@@ -183,7 +187,7 @@ class ModelParticipant(Participant):
         asked = Request(
             tokens=rendered.ids, sampling=sampling, key=key, adapter=adapter, layout=rendered.layout, keep=self.name,
             interventions=(*patches, *self.steerings(options)), capture=as_tuple(options.capture),
-            logprobs=options.return_logprobs,
+            logprobs=options.return_logprobs, forced=options.forced,
         )  # fmt: skip
         reply = yield Generate(participant=self, request=asked)
         if reply.error is not None:
