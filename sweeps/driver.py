@@ -76,10 +76,7 @@ def run(
         with folder.usable(root):
             lease.acquire()
         reach("driver.leased")
-        if enter is None:
-            entered = folder.enter(config, root, lease.confirm, units)
-        else:
-            entered = enter(config, root, lease.confirm)
+        entered = enter(config, root, lease.confirm) if enter else folder.enter(config, root, lease.confirm, units)
         reach("driver.planned")
         progress.event("started", found=entered.state, new_cells=entered.new_cells, command=_command())
         return Driver(config, root, progress, lease, replica).run()
