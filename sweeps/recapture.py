@@ -104,7 +104,7 @@ def _single(capture: CaptureConfig) -> Iterator[dict[str, Any]]:
 
 def _changed(config: SweepConfig, wanted: tuple[CaptureConfig, ...]) -> SweepConfig:
     """A configuration of the run with other captures, and nothing that would be computed twice."""
-    scenario = replace(config.scenario, replay=replay.RECORDED, analyzers=(), logprobs=False)
+    scenario = replace(config.scenario, replay=replay.RECORDED, analyzers=(), judges={}, logprobs=False)
     return normalized(replace(config, capture=wanted, aggregate=(), scenario=scenario))
 
 
