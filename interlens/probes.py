@@ -169,6 +169,8 @@ class Evaluation:
     """AUROC of the whole procedure on permuted labels: mean, low, high, p_value, draws."""
     random: dict[str, float] | None
     """AUROC of random directions on the same test rows: mean, low, high, draws."""
+    orthogonal: dict[str, float] | None
+    """AUROC of random directions orthogonal to the one fitted on all rows, likewise."""
     num_pos: int
     num_neg: int
     num_groups: int
@@ -187,6 +189,7 @@ class Evaluation:
             "recall_at_1_fpr": self.recall_at_1_fpr,
             "shuffled": self.shuffled,
             "random": self.random,
+            "orthogonal": self.orthogonal,
             "num_pos": self.num_pos,
             "num_neg": self.num_neg,
             "num_groups": self.num_groups,
@@ -291,6 +294,7 @@ def evaluate(
     draws: int = 1000,
     permutations: int = 20,
     random_directions: int = 20,
+    orthogonal_directions: int = 0,
     seed: int = 0,
     **options: Any,
 ) -> Evaluation:
@@ -319,6 +323,11 @@ def evaluate(
             shuffled.append(value)
     widest = next(iter(layers.values()))
     randoms = [auroc(project(widest, rng.standard_normal(widest.shape[1])), y) for _ in range(random_directions)]
+    orthogonal = []
+    if orthogonal_directions:
+        found = fit(method, widest, y, list(index), **options).direction
+        drawn = rng.standard_normal((orthogonal_directions, widest.shape[1]))
+        orthogonal = [auroc(project(widest, draw - (draw @ found) * found), y) for draw in drawn]
     return Evaluation(
         method=method,
         auroc=interval,
@@ -326,6 +335,7 @@ def evaluate(
         recall_at_1_fpr=recall_at_fpr(scores[tested], y[tested]),
         shuffled=_permutation_summary(shuffled, interval.value) if shuffled else None,
         random=_spread(randoms) if randoms else None,
+        orthogonal=_spread(orthogonal) if orthogonal else None,
         num_pos=int(y.sum()),
         num_neg=int((~y).sum()),
         num_groups=num_groups,

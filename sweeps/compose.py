@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import ConfigError, SweepConfig, build, did_you_mean
-from .grid import axes
+from .grid import axes, with_controls
 
 GROUPS = ("model", "scenario", "capture", "intervention", "grid", "aggregate", "cluster", "experiment", "debug")
 
@@ -153,7 +153,8 @@ def from_plain(plain: Mapping[str, Any], suffix: str = "") -> SweepConfig:
         raise ConfigError("run.dir is empty; give a folder, or null for runs/<experiment>")
     run["dir"] = (run.get("dir") or f"runs/{Path(str(data.get('experiment', 'sweep'))).name}") + suffix
     data["run"] = run
-    return checked(build(SweepConfig, {**data, "grid": axes(grid)}))
+    data["intervention"], points = with_controls(data["intervention"], axes(grid))
+    return checked(build(SweepConfig, {**data, "grid": points}))
 
 
 def _mapping(data: Mapping[str, Any], key: str, what: str, where: str = "") -> Mapping[str, Any]:

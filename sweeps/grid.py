@@ -38,6 +38,50 @@ def axes(grid: Any) -> list[AxisConfig]:
     return list(found.values())
 
 
+CONTROLS = ("random", "orthogonal", "zero")
+"""What `controls:` of a steering intervention may name."""
+
+
+def with_controls(edits: list[Any], axes: list[AxisConfig]) -> tuple[list[Any], list[AxisConfig]]:
+    """The interventions without their `controls:`, and the axes with what these ask for.
+
+    random, orthogonal: an axis over the direction, `found` and a drawn one of equal norm (orthogonal to it). zero: 0
+    among the coefficients. ConfigError for other names, and where the grid varies the direction itself.
+    """
+    edits, axes = list(edits), list(axes)
+    for number, edit in enumerate(edits):
+        if not isinstance(edit, Mapping) or "controls" not in edit:
+            continue
+        edit = dict(edit)
+        named = edit.pop("controls") or ()
+        named = (named,) if isinstance(named, str) else tuple(named)
+        where = f"intervention[{number}].controls"
+        if unknown := [name for name in named if name not in CONTROLS]:
+            raise ConfigError(f"{where}: no control {unknown[0]!r}; possible: {', '.join(CONTROLS)}")
+        if edit.get("kind", "steer") != "steer" or not edit.get("direction"):
+            raise ConfigError(f"{where} are for steering along a direction; give one, or leave them out")
+        prefix = "intervention" if len(edits) == 1 else f"intervention.{number}"
+        known = {axis.path: at for at, axis in enumerate(axes)}
+        drawn = [name for name in named if name != "zero"]
+        if drawn and f"{prefix}.direction" in known:
+            raise ConfigError(f"{where}: the grid varies {prefix}.direction already; name the controls there")
+        if drawn:
+            directions = {"found": edit["direction"], **{name: f"{name}:1:{edit['direction']}" for name in drawn}}
+            axes.append(_axis(f"{prefix}.direction", directions))
+        if "zero" in named:
+            at = known.get(f"{prefix}.coef")
+            if at is None:
+                axes.append(_axis(f"{prefix}.coef", list(dict.fromkeys([0, edit.get("coef", 1.0)]))))
+            elif 0 not in axes[at].values:
+                labels, values = (
+                    ("0" if isinstance(axes[at].labels[0], str) else 0, *axes[at].labels),
+                    (0, *axes[at].values),
+                )
+                axes[at] = AxisConfig(path=axes[at].path, labels=labels, values=values)
+        edits[number] = edit
+    return edits, axes
+
+
 def _leaves(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in node.items():
         path = f"{prefix}{key}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +17,25 @@ from .places import Remote, place
 if TYPE_CHECKING:
     from torch import Tensor
 
-DIRECTIONS = "possible: run:<run folder>:<site>:<layer>, file:<safetensors file>:<layer>, random:<seed>"
+DIRECTIONS = (
+    "possible: run:<run folder>:<site>:<layer>, file:<safetensors file>:<layer>, random:<seed>, or "
+    "random:<seed>:<one of the first two>, orthogonal:<seed>:<one of the first two>"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Direction:
-    """A direction's source, taken apart. kind "random" has no file; its tensor follows from the seed and the width."""
+    """A direction's source, taken apart. kind "random" has no file; its tensor follows from the seed and the width.
+
+    `instead`: a drawn direction of equal norm in place of the file's, "random" or "orthogonal" to it.
+    """
 
     kind: str
     path: str = ""
     site: str = "residual"
     layer: int = 0
     seed: int = 0
+    instead: str = ""
 
     @property
     def file(self) -> Path | Remote:
@@ -41,6 +48,8 @@ def parse_direction(text: str, where: str = "direction") -> Direction:
     """The source that `text` names. ConfigError says what is possible."""
     if match := re.fullmatch(r"random:(\d+)", text):
         return Direction(kind="random", seed=int(match[1]))
+    if match := re.fullmatch(r"(random|orthogonal):(\d+):((?:run|file):.+)", text):
+        return replace(parse_direction(match[3], where), instead=match[1], seed=int(match[2]))
     if match := re.fullmatch(r"run:(.+):([\w.]+):(\d+)", text):
         return Direction(kind="run", path=match[1], site=match[2], layer=int(match[3]))
     if match := re.fullmatch(r"file:(.+):(\d+)", text):
@@ -214,6 +223,11 @@ def load_direction(config: SweepConfig, text: str, width: int, root: Any) -> Ten
     return tensor
 
 
+def read_direction(text: str) -> Tensor:
+    """The direction [width] that `run:` or `file:` names, from its source. ConfigError where it is not there."""
+    return _read(parse_direction(text), text)
+
+
 def _place(path: str) -> Path | Remote:
     found = place(path)
     return found.expanduser() if isinstance(found, Path) else found
@@ -233,12 +247,25 @@ def _read(source: Direction, text: str) -> Any:
         known = load(source.file.read_bytes())
         for name in wanted if source.kind == "file" else wanted[:1]:
             if name in known:
-                return _usable(known[name].reshape(-1), text)
+                return _instead(_usable(known[name].reshape(-1), text), source)
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"direction {text!r}: cannot read {str(source.file)!r}: {error}") from None
     raise ConfigError(
         f"direction {text!r}: no {wanted[0]!r} in {str(source.file)!r}; it has: {', '.join(sorted(known))}"
     )
+
+
+def _instead(tensor: Tensor, source: Direction) -> Tensor:
+    """The direction itself, or one of equal norm drawn in its place."""
+    import torch
+
+    if not source.instead:
+        return tensor
+    found = tensor.double()
+    draw = torch.randn(len(found), generator=torch.Generator().manual_seed(source.seed), dtype=torch.float64)
+    if source.instead == "orthogonal":
+        draw = draw - (draw @ found) / (found @ found) * found
+    return (draw * found.norm() / draw.norm()).float()
 
 
 def _usable(tensor: Tensor, text: str) -> Tensor:

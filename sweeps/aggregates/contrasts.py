@@ -12,7 +12,7 @@ from .expressions import parse, parse_contrast
 from .places import Labelled, Question, labelled_places, places, tensor_names
 from .source import Source
 
-CONTROLS = ("shuffled", "random")
+CONTROLS = ("shuffled", "random", "orthogonal")
 FINER_THAN_TRUNK = ("cell", "branch_seed", "message_idx")
 
 
@@ -35,7 +35,7 @@ class ContrastFit:
         split: str = "item",
         where: str | None = None,
         labels: str | None = None,
-        controls: Sequence[str] = CONTROLS,
+        controls: Sequence[str] = CONTROLS[:2],
         participant: str | None = None,
         pool: str | None = "mean",
         tokens: str | None = None,
@@ -115,6 +115,7 @@ class ContrastFit:
                 draws=self.draws,
                 permutations=self.permutations if "shuffled" in self.controls else 0,
                 random_directions=20 if "random" in self.controls else 0,
+                orthogonal_directions=20 if "orthogonal" in self.controls else 0,
                 **options,
             )
         except ValueError as error:

@@ -51,11 +51,7 @@ def direction_of(run: Any, text: str, width: int) -> np.ndarray:
     """The direction [width] a reference names: the run folder's own copy where it has one, else the source itself."""
     if text in run.config.inputs or inputs.parse_direction(text).kind == "random":
         return inputs.load_direction(run.config, text, width, run.root).double().numpy()
-    source = inputs.parse_direction(text)
-    tensors, _ = read_directions(source.file)
-    key = f"{source.site}.{source.layer}"
-    if key not in tensors:
-        raise ValueError(f"no direction {key!r} in {source.file}; it has: {', '.join(sorted(tensors)) or 'none'}")
-    if tensors[key].shape != (width,):
-        raise ValueError(f"direction {text!r} has shape {tensors[key].shape}, the model's site has {width}")
-    return tensors[key].astype(np.float64)
+    found = inputs.read_direction(text).double().numpy()
+    if found.shape != (width,):
+        raise ValueError(f"direction {text!r} has shape {found.shape}, the model's site has {width}")
+    return found

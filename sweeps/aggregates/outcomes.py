@@ -2,10 +2,11 @@
 
     outcomes: {axis: intervention.coef, baseline: 0}
 
-Every analyzer's number is compared between the levels of the axis, and so is the projection of the captured vectors on
-the direction that a steering intervention adds. Cells are paired: same item, trunk, branch seed and other axes.
+Every number of an analyzer or judge is compared between the levels of the axis, and so is the projection of the captured
+vectors on the direction that a steering intervention adds. Cells are paired: same item, trunk, branch seed and other axes.
 Intervals are by bootstrap over items. At the layer that is steered, the projection moves by the coefficient by
-construction; what says something are the layers after it, and the text.
+construction; what says something are the layers after it, and the text. `by` names axes whose values are kept apart, one
+response for each: where the direction is an axis (`controls:` of an intervention makes it one), it is.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from interlens.statistics import mean_interval
 
 from ..inputs import parse_direction
 from . import CellResult, State
-from .columns import axes_of, evaluated
+from .columns import axes_of, evaluated, short_names
 from .directions import direction_of
 from .places import Place, gather, places
 from .source import Source
@@ -44,12 +45,14 @@ class Outcomes(MomentsSum):
         *,
         axis: str | None = None,
         baseline: Any = None,
+        by: Sequence[str] | str | None = None,
         measures: Sequence[str] | None = None,
         project: str | bool = True,
         draws: int = 1000,
     ):
         self.name = name
         self.axis, self.baseline, self.draws = axis, baseline, draws
+        self.by = (by,) if isinstance(by, str) else None if by is None else tuple(by)
         self.measures = None if measures is None else tuple(measures)
         self.project = project
         if isinstance(project, str):
@@ -60,6 +63,7 @@ class Outcomes(MomentsSum):
         if config.grid:
             axis = self._axis(config)
             self._baseline(axis.labels)
+            self._apart(config, axis)
 
     def contribution(self, result: CellResult) -> Keyed:
         condition = json.dumps(dict(result.cell.condition), sort_keys=True)
@@ -96,11 +100,21 @@ class Outcomes(MomentsSum):
         for row in cells.values():
             row[axis.path] = names.get(str(row[axis.path]), row[axis.path])
 
-        def response(values: Mapping[str, float]) -> dict[str, Any]:
-            return self._response(axis.labels, baseline, _paired(axis.path, others, cells, values))
+        apart = self._apart(run.config, axis)
 
-        text = [{"measure": name, "of": "text", **response(values)} for name, values in self._text(run, plan).items()]
-        projections = [{**what, "of": "projection", **response(values)} for what, values in self._projections(run)]
+        def responses(what: Mapping[str, Any], values: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+            groups: dict[tuple, dict[str, float]] = {}
+            for cell, value in values.items():
+                groups.setdefault(tuple(cells[cell][path] for path in apart), {})[cell] = value
+            for point in sorted(groups, key=lambda point: [value != "found" for value in point]):  # controls after it
+                pairs = _paired(axis.path, others, cells, groups[point])
+                by = dict(zip(apart, point, strict=True))
+                yield {**what, "by": by, **self._response(axis.labels, baseline, pairs)}
+
+        measured = self._text(run, plan).items()
+        text = [one for name, values in measured for one in responses({"measure": name, "of": "text"}, values)]
+        projected = ((what | {"of": "projection"}, values) for what, values in self._projections(run))
+        projections = [one for what, values in projected for one in responses(what, values)]
         return {
             **finished,
             "axis": axis.path,
@@ -111,6 +125,16 @@ class Outcomes(MomentsSum):
 
     def _wanted(self, measure: str) -> bool:
         return self.measures is None or measure in self.measures or measure.partition(".")[0] in self.measures
+
+    def _apart(self, config: Any, axis: Any) -> list[str]:
+        """Paths of the axes whose values are not averaged over."""
+        paths = [a.path for a in config.grid if a.path != axis.path]
+        if self.by is None:
+            return [path for path in paths if path.startswith("intervention") and path.endswith(".direction")]
+        known = {**{path: path for path in paths}, **short_names(paths)}
+        if unknown := [name for name in self.by if name not in known]:
+            raise ValueError(f"by: no other axis {unknown[0]!r}; there are: {', '.join(known) or 'none'}")
+        return [known[name] for name in self.by]
 
     def _axis(self, config: Any) -> Any:
         """The axis that was asked for, else a coefficient's, else the first."""

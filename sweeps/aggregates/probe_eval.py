@@ -71,6 +71,7 @@ class ProbeEval(MessageFit):
             found = evaluate(
                 x, y, groups, method=method, folds=self.folds, draws=self.draws, permutations=shuffled,
                 random_directions=20 if "random" in self.controls else 0,
+                orthogonal_directions=20 if "orthogonal" in self.controls else 0,
             )  # fmt: skip
         except ValueError as error:
             return {"evaluation": None, "why": str(error)}

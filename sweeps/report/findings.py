@@ -57,6 +57,9 @@ def _directions(result: dict[str, Any]) -> list[str]:
     if found.get("random"):
         r = found["random"]
         controls.append(f"random directions {number(r['mean'])} ({number(r['low'])} to {number(r['high'])})")
+    if found.get("orthogonal"):
+        o = found["orthogonal"]
+        controls.append(f"directions orthogonal to it {number(o['mean'])} ({number(o['low'])} to {number(o['high'])})")
     lines.append(f"Controls: {'; '.join(controls)}.")
     lines.append(
         f"The two means are {number(shown['norm'])} apart at layer {shown['layer']}, where an answer's mean residual "
@@ -76,27 +79,40 @@ def _outcomes(result: dict[str, Any]) -> list[str]:
         means = ", ".join(
             f"{number(level['mean']['value'])} at {number(level['level'])}" for level in levels if level["mean"]
         )
-        changes = []
-        for level in levels:
-            change = level["difference"]
-            if change:
-                sure = "" if _excludes_zero(change) else ", not distinguishable from no change"
-                step = f"{number(result['baseline'])} to {number(level['level'])}"
-                changes.append(f"{step}: {_signed(change)}{sure}")
         pairs = max(level["pairs"] for level in levels)
         where = " (steered there, so it moves by construction)" if response.get("steered_here") else ""
         told = f"{_capital(title(response))}{where}: {means}"
         slope = f"; slope {interval(response['slope'])} per unit" if response["slope"] else ""
-        lines.append(f"{told}; changes in {plural(pairs, 'pair')}, {'; '.join(changes)}{slope}.")
+        beside = "".join(f"; {_named(r)}, {_changes(r, result)}" for r in same_measure(result, response)[1:])
+        lines.append(f"{told}; changes in {plural(pairs, 'pair')}, {_changes(response, result)}{slope}{beside}.")
     return lines
+
+
+def _changes(response: dict[str, Any], result: dict[str, Any]) -> str:
+    changes = []
+    for level in response["levels"]:
+        if change := level["difference"]:
+            sure = "" if _excludes_zero(change) else ", not distinguishable from no change"
+            changes.append(f"{number(result['baseline'])} to {number(level['level'])}: {_signed(change)}{sure}")
+    return "; ".join(changes)
+
+
+def _named(response: dict[str, Any]) -> str:
+    return ", ".join(f"{path.rsplit('.', 1)[-1]} {value}" for path, value in response.get("by", {}).items())
+
+
+def same_measure(result: dict[str, Any], response: dict[str, Any]) -> list[dict[str, Any]]:
+    """The responses that measure what this one does, in order: what was found first, its controls after it."""
+    return [r for r in result["responses"] if _titled(r) == _titled(response)]
 
 
 def _told(result: dict[str, Any]) -> list[dict[str, Any]]:
     """At most six responses, text first: of the participants that were steered, if any were; few projections."""
     responses = [r for r in result["responses"] if any(level["mean"] for level in r["levels"])]
+    responses = [r for r in responses if r is same_measure(result, r)[0]]
     steered = {r["participant"] for r in responses if r.get("steered_here")}
     if steered:
-        responses = [r for r in responses if r.get("participant", r["measure"].rpartition(".")[2]) in steered]
+        responses = [r for r in responses if _whose(r) in (None, *steered)]
     text = [r for r in responses if r["of"] == "text"]
     projected = [r for r in responses if r["of"] == "projection"]
     edited = [i for i, r in enumerate(projected) if r["steered_here"]]
@@ -107,6 +123,11 @@ def _told(result: dict[str, Any]) -> list[dict[str, Any]]:
     return text[:5] + kept
 
 
+def _whose(response: dict[str, Any]) -> str | None:
+    """The participant a response is about: of `enthusiasm.bob` bob; None for a measure of the whole cell."""
+    return response.get("participant") or response["measure"].partition(".")[2] or None
+
+
 def _order(measure: str) -> tuple[int, str]:
     """Measures that the package knows first, in their order; one measure of all participants together."""
     name, _, who = measure.partition(".")
@@ -114,7 +135,12 @@ def _order(measure: str) -> tuple[int, str]:
 
 
 def title(response: dict[str, Any]) -> str:
-    """`enthusiasm.bob` as "bob's enthusiasm"; projections with their layer."""
+    """`enthusiasm.bob` as "bob's enthusiasm"; projections with their layer; what it was kept apart by in brackets."""
+    by = _named(response)
+    return f"{_titled(response)} [{by}]" if by else _titled(response)
+
+
+def _titled(response: dict[str, Any]) -> str:
     if response["of"] == "projection":
         return f"{response['participant']}'s projection on the direction at layer {response['layer']}"
     measure, _, who = response["measure"].partition(".")

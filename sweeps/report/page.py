@@ -12,7 +12,7 @@ from .. import store
 from ..aggregates.results import read_results
 from ..places import Remote, place
 from .charts import Point, Series, chart
-from .findings import sentences, title
+from .findings import same_measure, sentences, title
 from .markup import Markup, interval, join, number, table, tag, text
 from .results import SECTIONS
 from .transcripts import tree
@@ -111,28 +111,31 @@ def _auroc_chart(entries: list[dict[str, Any]], heading: str, method: str) -> Ma
     def control(name: str, style: str) -> Series:
         points = [(e["layer"], e["evaluation"][name]) for e in known if e["evaluation"].get(name)]
         drawn = [Point(x=x, y=v["mean"], low=v["low"], high=v["high"]) for x, v in points]
-        label = {"shuffled": "shuffled labels", "random": "random direction"}[name]
+        label = {"shuffled": "shuffled labels", "random": "random direction", "orthogonal": "orthogonal direction"}[
+            name
+        ]
         return Series(name=f"{label} (95 % of draws)", points=drawn, style=style, band=True)
 
     own = [(e["layer"], e["evaluation"]["auroc"]) for e in known]
     points = [Point(x=x, y=v["value"], low=v["low"], high=v["high"], label=f"layer {x}: {interval(v)}") for x, v in own]
-    series = [control("random", "s5"), control("shuffled", "s3")]
+    series = [control("orthogonal", "s4"), control("random", "s5"), control("shuffled", "s3")]
     series.append(Series(name=f"{method} (95 % interval over groups)", points=points, style="s0"))
     return chart(series, x_label="layer", y_label="held-out AUROC", title=heading, reference=0.5, y_range=(0, 1.03))
 
 
 def _direction_table(entries: list[dict[str, Any]]) -> Markup:
     head = ["layer", "positive", "negative", "neither", "distance", "norm +", "norm −", "AUROC", "accuracy",
-            "recall at 1 % FPR", "shuffled", "random"]  # fmt: skip
+            "recall at 1 % FPR", "shuffled", "random", "orthogonal"]  # fmt: skip
     rows = []
     for e in entries:
         found = e.get("evaluation") or {}
-        middle = {name: number((found.get(name) or {}).get("mean")) for name in ("shuffled", "random")}
+        middle = {name: number((found.get(name) or {}).get("mean")) for name in ("shuffled", "random", "orthogonal")}
         separation = interval(found.get("auroc")) if found else e.get("why")
         rows.append([
             e["layer"], number(e["num_pos"]), number(e["num_neg"]), number(e["num_neither"]), number(e["norm"]),
             number(e.get("norm_pos")), number(e.get("norm_neg")), separation,
             number(found.get("accuracy")), number(found.get("recall_at_1_fpr")), middle["shuffled"], middle["random"],
+            middle["orthogonal"],
         ])  # fmt: skip
     return table(head, rows, numeric=0)
 
@@ -143,21 +146,26 @@ def _outcomes(result: dict[str, Any]) -> list[tuple[str, Markup]]:
     levels, numeric = result["levels"], all(isinstance(v, int | float) for v in result["levels"])
     charts, rows = [], []
     for response in result["responses"]:
-        points = []
-        for i, level in enumerate(response["levels"]):
-            points.append(_change(level, float(level["level"]) if numeric else i))
-            rows.append([title(response), number(level["level"]), level["count"], interval(level["mean"]),
-                         interval(level["difference"]), level["pairs"] if level["difference"] else ""])  # fmt: skip
+        if (together := same_measure(result, response))[0] is not response:
+            continue
+        series, slopes = [], []
+        for number_of, one in enumerate(together):
+            points = []
+            for i, level in enumerate(one["levels"]):
+                points.append(_change(level, float(level["level"]) if numeric else i))
+                rows.append([title(one), number(level["level"]), level["count"], interval(level["mean"]),
+                             interval(level["difference"]), level["pairs"] if level["difference"] else ""])  # fmt: skip
+            style = ("s0", "s5", "s3", "s4", "s1", "s2")[number_of % 6]
+            series.append(Series(name=title(one), points=[p for p in points if p], line=numeric, style=style))
+            if one["slope"]:
+                slopes.append(tag("p", f"slope per unit{_apart(one)}: {interval(one['slope'])}", class_="quiet"))
         note = ": steered at this layer, so it moves by construction" if response.get("steered_here") else ""
-        slope = (
-            tag("p", f"slope per unit: {interval(response['slope'])}", class_="quiet") if response["slope"] else None
-        )
         drawn = chart(
-            [Series(name=title(response), points=[p for p in points if p], line=numeric)],
-            x_label=result["axis"], y_label=f"change from {number(result['baseline'])}", title=title(response) + note,
-            size=(360, 230), reference=0.0, x_names=None if numeric else [str(level) for level in levels],
+            series, x_label=result["axis"], y_label=f"change from {number(result['baseline'])}",
+            title=title(response) + note, size=(360, 230), reference=0.0,
+            x_names=None if numeric else [str(level) for level in levels],
         )  # fmt: skip
-        charts.append(tag("div", drawn, slope))
+        charts.append(tag("div", drawn, *slopes))
     head = ["measure", result["axis"], "cells", "mean", f"change from {number(result['baseline'])}, paired", "pairs"]
     explained = tag(
         "p", "Each point is the mean change of cells that share item, trunk, branch seed and every other axis, with a "
@@ -171,6 +179,11 @@ def _outcomes(result: dict[str, Any]) -> list[tuple[str, Markup]]:
         ]
     )
     return [(f"Responses along {result['axis']}", body)]
+
+
+def _apart(response: dict[str, Any]) -> str:
+    by = ", ".join(str(value) for value in response.get("by", {}).values())
+    return f" ({by})" if by else ""
 
 
 def _change(level: dict[str, Any], x: float) -> Point | None:

@@ -80,12 +80,13 @@ def probe_eval(result: Result) -> Markup:
         "accuracy",
         "recall at 1 % FPR",
         "shuffled",
+        "random",
         "layers chosen",
     ]
     rows = []
     for e in result["probes"]:
         found = e["evaluation"] or {}
-        shuffled = (found.get("shuffled") or {}).get("mean")
+        shuffled, drawn = ((found.get(name) or {}).get("mean") for name in ("shuffled", "random"))
         rows.append(
             [
                 e["participant"],
@@ -96,6 +97,7 @@ def probe_eval(result: Result) -> Markup:
                 number(found.get("accuracy")),
                 number(found.get("recall_at_1_fpr")),
                 number(shuffled),
+                number(drawn),
                 ", ".join(map(str, found.get("layers", ()))),
             ]
         )

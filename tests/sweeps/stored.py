@@ -66,13 +66,14 @@ class StoredRun:
     aggregate: tuple = ()
     texts: tuple = ("I love it!",)
     failures: tuple = ()
+    more_axes: tuple = ()
 
     @property
     def config(self):
         return SweepConfig(
             experiment="stored",
             scenario=ScenarioConfig(participants={name: ParticipantConfig(model="tiny") for name in ("alice", "bob")}),
-            grid=(AxisConfig(path=self.axis, labels=self.labels, values=self.labels),),
+            grid=(AxisConfig(path=self.axis, labels=self.labels, values=self.labels), *self.more_axes),
             intervention=self.interventions,
             aggregate=self.aggregate,
         )

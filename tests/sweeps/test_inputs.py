@@ -103,3 +103,37 @@ def test_a_direction_that_cannot_steer_is_refused_before_a_run(tmp_path, values,
         steered(tmp_path, f"file:{tmp_path}/d.safetensors:1")
     with pytest.raises(ConfigError, match=said):
         steered(tmp_path, "random:1", grid={"intervention.direction": ["random:1", f"file:{tmp_path}/d.safetensors:1"]})
+
+
+@pytest.mark.parametrize("instead", ["random", "orthogonal"])
+def test_a_control_direction_has_the_norm_of_what_it_stands_for(tmp_path, instead):
+    direction(tmp_path / "c.safetensors", 2.0)
+    source = f"{instead}:7:file:{tmp_path}/c.safetensors:3"
+    config = steered(tmp_path, source)
+    folder.enter(config, config.run.dir)
+    drawn, given = inputs.load_direction(config, source, 8, config.run.dir), torch.arange(8.0)
+    assert drawn.norm() == pytest.approx(float(given.norm()), rel=1e-6)
+    assert (abs(float(drawn @ given)) < 1e-4) == (instead == "orthogonal")
+    other = inputs.read_direction(source.replace(":7:", ":8:"))
+    assert not torch.equal(drawn, other) and torch.equal(drawn, inputs.read_direction(source))
+
+
+def test_controls_are_one_keyword_and_become_axes(tmp_path):
+    direction(tmp_path / "c.safetensors")
+    source = f"file:{tmp_path}/c.safetensors:3"
+    controls = ["random", "orthogonal", "zero"]
+    edit = {**STEER, "direction": source, "coef": 4.0, "controls": controls}
+    axes = {axis.path: axis for axis in talk.config(tmp_path, intervention=edit, grid={}).grid}
+    assert axes["intervention.direction"].labels == ("found", "random", "orthogonal")
+    assert axes["intervention.direction"].values == (source, f"random:1:{source}", f"orthogonal:1:{source}")
+    assert axes["intervention.coef"].values == (0, 4.0)
+    doses = talk.config(tmp_path, intervention=edit, grid={"intervention.coef": [2, 4]}).grid
+    assert {axis.path: axis.values for axis in doses}["intervention.coef"] == (0, 2, 4)
+    for wrong, complaint in (
+        ({"controls": ["mirror"]}, "no control 'mirror'; possible: random, orthogonal, zero"),
+        ({"controls": ["random"], "direction": None}, "are for steering along a direction"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            talk.config(tmp_path, intervention={**edit, **wrong}, grid={})
+    with pytest.raises(ConfigError, match=r"the grid varies intervention\.direction already"):
+        talk.config(tmp_path, intervention=edit, grid={"intervention.direction": {"a": source, "b": "random:1"}})

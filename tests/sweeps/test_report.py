@@ -2,13 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
 from sweeps.aggregates import build, finalize, findings
-from sweeps.config import AggregateConfig
+from sweeps.config import AggregateConfig, AxisConfig
 from sweeps.report import write_report
 from sweeps.report.charts import Point, Series, chart, ticks
 from sweeps.report.markup import number, tag, text
@@ -125,6 +126,31 @@ def test_findings_say_where_a_projection_moves_by_construction(tmp_path):
     told = [line for line in findings(run) if "projection" in line]
     assert ["by construction" in line for line in told] == [True, False]
     assert "by construction" in write_report(run).read_text(encoding="utf-8")
+
+
+def test_controls_of_a_direction_stand_beside_it(tmp_path):
+    """`controls: [random]` makes the direction an axis: its values are not averaged, the control is told with it."""
+    made = []
+    for direction in ("found", "random"):
+        more, _ = results(axis="intervention.coef", labels=(0, 8), dose=True, layers=(16,), seed=direction == "random")
+        for result in more:
+            result.cell = replace(result.cell, id=f"{direction}{result.cell.id}",
+                                  condition={**result.cell.condition, "intervention.direction": direction})  # fmt: skip
+            result.outcomes["score"] *= direction == "found"
+        made += more
+    axis = AxisConfig(path="intervention.direction", labels=("found", "random"), values=("random:1", "random:2"))
+    run = StoredRun(made, axis="intervention.coef", labels=(0, 8), root=tmp_path, interventions=(steer("random:1"),),
+                    more_axes=(axis,), aggregate=(AggregateConfig(name="outcomes", options={"draws": 50}),))  # fmt: skip
+    found = finalize(run)["outcomes"]["responses"]
+    assert [(r["measure"], *r["by"].values()) for r in found[:2]] == [("score", "found"), ("score", "random")]
+    assert found[0]["levels"][1]["difference"]["value"] > 10 and found[1]["levels"][1]["difference"]["value"] == 0
+    assert found[0]["levels"][0]["count"] == found[1]["levels"][0]["count"] == 40
+    (told,) = [line for line in findings(run) if line.startswith("Score")]
+    assert "[direction found]" in told and "; direction random, 0 to 8: 0" in told and "not distinguishable" in told
+    page = write_report(run).read_text(encoding="utf-8")
+    assert page.count("<svg") == 2 and "score [direction random]" in page
+    together = AggregateConfig(name="outcomes", options={"draws": 50, "by": []})
+    assert [r["by"] for r in build([together])[0].fit(run)["responses"]] == [{}, {}]
 
 
 def test_failures_are_grouped_with_a_traceback(tmp_path):
