@@ -52,7 +52,7 @@ class GatedSteer:
     def required_positions(self, num_prompt: int) -> tuple[int, ...]:
         return ()
 
-    def parameters(self, layer: int, positions) -> dict[str, torch.Tensor]:
+    def parameters(self, layer: int, positions, num_prompt: int | None = None) -> dict[str, torch.Tensor]:
         unit = self.probe / self.probe.norm()
         return {
             "offset": (self.coef * self.direction)[None],

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from ..interp.activation_cache import ActivationRecord, offload_to_cpu
-from .offload import Mover
+from .offload import Claim, Mover
 from .rows import Row, Take
 from .taps import Gathered, Lane
 
 
 @dataclass(eq=False)
 class Kept:
-    """What is held for one row: moved pieces and pool slots."""
+    """What is held for one row: its positions and rows of what was moved, and pool slots."""
 
-    pieces: dict[tuple[Take, int, str], list[tuple[np.ndarray, object, np.ndarray]]] = field(
+    pieces: dict[tuple[Take, int, str], list[tuple[np.ndarray, Claim]]] = field(
         default_factory=lambda: defaultdict(list)
     )
     slots: dict[tuple[Take, int, str], int] = field(default_factory=dict)
@@ -89,10 +89,9 @@ class Collector:
             if not gathered.owners:
                 continue
             if lane[2] is None:
-                size = gathered.values.numel() * gathered.values.element_size()
                 self._staged[lane].append(gathered)
-                self._staged_bytes += size
-                self.bytes_held += size
+                self._staged_bytes += gathered.values.nbytes
+                self.bytes_held += gathered.values.nbytes
             else:
                 self._pool(lane, gathered)
         if self._staged_bytes > self._flush_bytes:
@@ -104,6 +103,7 @@ class Collector:
         table = self._pools.setdefault(lane, PoolTable(pool))
         slots = []
         for row, take, positions in gathered.owners:
+            assert row is not None
             kept = _kept(row)
             address = (take, layer, site)
             if address not in kept.slots:
@@ -114,22 +114,32 @@ class Collector:
 
     def flush(self) -> None:
         """Move everything staged to its place, one transfer per lane."""
-        for lane, parts in self._staged.items():
+        for lane in list(self._staged):
             layer, site, _, offload, _ = lane
-            moved = self._mover.move([part.values for part in parts if part.values is not None], offload)
-            offset = 0
+            parts = self._staged[lane]
+            offset, shares = 0, defaultdict(list)
             for part in parts:
                 for row, take, positions in part.owners:
-                    rows = np.arange(offset, offset + len(positions))
-                    _kept(row).pieces[take, layer, site].append((positions, moved, rows))
+                    if row is not None:
+                        shares[row, take].append((positions, np.arange(offset, offset + len(positions))))
                     offset += len(positions)
-        self._staged.clear()
+            values = [part.values for part in parts if part.values is not None]
+            indices = [np.concatenate([index for _, index in share]) for share in shares.values()]
+            claims = self._mover.move(values, offload, indices)
+            del self._staged[lane]
+            for ((row, take), share), claim in zip(shares.items(), claims, strict=True):
+                positions = np.concatenate([at for at, _ in share])
+                _kept(row).pieces[take, layer, site].append((positions, claim))
         self._staged_bytes = 0
 
     def drop(self, row: Row) -> None:
-        """Forget what is held for a row (it failed, or starts over)."""
-        if row.takes:
-            self.flush()
+        """Forget what is held for a row (it failed, or starts over). Takes no memory: it may be what ran out."""
+        for parts in self._staged.values() if row.takes else ():
+            for part in parts:
+                for i, (owner, take, positions) in enumerate(part.owners):
+                    if owner is row and part.values is not None:
+                        part.owners[i] = None, take, positions
+                        self.bytes_held -= part.values[0].nbytes * len(positions)
         self._free(row)
 
     def _free(self, row: Row) -> None:
@@ -138,8 +148,7 @@ class Collector:
         for (take, layer, site), slot in row.kept.slots.items():
             self._pools[(layer, site, *take.kind)].free.append(slot)
         for pieces in row.kept.pieces.values():
-            for _, moved, rows in pieces:
-                self.bytes_held -= moved.row_bytes * len(rows)
+            self.bytes_held -= sum(claim.num_bytes for _, claim in pieces)
         row.kept = None
 
     def records(self, row: Row) -> list[tuple[int, ActivationRecord]]:
@@ -183,8 +192,8 @@ class Collector:
         pieces = row.kept.pieces.get((take, layer, site))
         if not pieces:
             return None, np.empty(0)
-        parts = [moved.rows(rows) for _, moved, rows in pieces]
-        return torch.cat(parts) if len(parts) > 1 else parts[0], np.concatenate([at for at, _, _ in pieces])
+        parts = [claim.rows() for _, claim in pieces]
+        return torch.cat(parts) if len(parts) > 1 else parts[0], np.concatenate([at for at, _ in pieces])
 
 
 def _within(gathered: Gathered, lane: Lane) -> Gathered:

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import HookDidNotFire, NonFinite, UnknownSite
+from ..errors import NonFinite, UnknownSite
 from ..interp import hooks
 from ..interp.sites import layers_with
 from . import taps
-from .forward import Batch, Forward
+from .forward import Batch, Forward, is_out_of_memory
 from .rows import Row
 from .slabs import Slabs
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """A device or host allocation failed."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def not_finite(forward: Forward, row: Row) -> NonFinite:
@@ -30,6 +23,7 @@ def not_finite(forward: Forward, row: Row) -> NonFinite:
         stops=[len(row.sequence)],
         floors=[0],
         adapters=[row.request.adapter],
+        all_logits=row.needs_all_logits,
     )
     row_alone = row.alone()
     edits, _ = taps.build([row_alone], batch, taps.Tables())
@@ -56,10 +50,12 @@ def not_finite(forward: Forward, row: Row) -> NonFinite:
     try:
         with hooks.attached(forward.model, functions):
             logits = forward(batch, slabs)
-    except (taps.EditFailed, HookDidNotFire) as error:
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
         return NonFinite(f"logits are not finite {where}; running the request alone failed: {error}")
     if bad:
         return NonFinite(f"logits are not finite {where}; run alone, layer {min(bad)} is the first that is not")
-    if not torch.isfinite(logits).all():
+    if not torch.isfinite(logits.amax(-1)).all():
         return NonFinite(f"logits are not finite {where}; run alone, every layer is finite but the head is not")
     return NonFinite(f"logits are not finite {where} in its batch, but are when the request runs alone")

@@ -25,7 +25,7 @@ from ..interp import hooks
 from ..interp.logprobs import logprob_rows
 from . import diagnose, taps
 from .collect import Collector
-from .forward import Batch, Forward
+from .forward import Batch, Forward, is_out_of_memory
 from .memory import Memory
 from .offload import Mover
 from .request import Reply, Request
@@ -61,6 +61,9 @@ class Engine:
     def __init__(
         self, model, *, rows: int | None = None, chunk: int = 512, budget: int | None = None, reuse: bool = True
     ):
+        for name, value in (("rows", rows), ("chunk", chunk), ("budget", budget)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         self.model = model
         self.rows = rows or (128 if next(model.parameters()).device.type == "cuda" else 32)
         self.chunk = chunk
@@ -81,6 +84,10 @@ class Engine:
         self._edit_tables = taps.Tables()
         self._waiting: deque[Row] = deque()
         self._lock = threading.RLock()
+
+    def __reduce__(self):
+        """A copied or pickled model leaves its engine behind: the copy gets one of its own."""
+        return type(None), ()
 
     # Submitting
 
@@ -131,7 +138,7 @@ class Engine:
 
     def step(self) -> bool:
         """Admit, forward, sample, retire. False when there is nothing to do."""
-        with self._lock, torch.inference_mode(False):
+        with self._lock, torch.inference_mode(False), torch.autocast(self._forward.device.type, enabled=False):
             if not (self._waiting or self._table.live or self._table.groups):
                 return False
             self.counters["steps"] += 1
@@ -142,7 +149,7 @@ class Engine:
                     self._sample(rows, logits)
                     self._retire()
             except Exception as error:
-                if not diagnose.is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 self._shrink(error)
             return True
@@ -164,7 +171,7 @@ class Engine:
             except Exception as error:
                 lost = self._table.put_back(chosen)
                 self._waiting.extendleft(reversed(lost))
-                if not diagnose.is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 self._shrink(error, lost)
 
@@ -225,6 +232,7 @@ class Engine:
             )
             functions, lanes = taps.build(rows, batch, self._edit_tables)
             try:
+                self._forward.check_model()
                 self._refuse_registered()
                 with hooks.attached(self.model, functions) if functions else nullcontext():
                     logits = self._forward(batch, self.slabs)
@@ -235,7 +243,7 @@ class Engine:
             except HookDidNotFire as error:
                 failures, broken = dict.fromkeys([row for row in rows if row.touches(error.missing)], error), False
             except Exception as error:
-                if diagnose.is_out_of_memory(error):
+                if is_out_of_memory(error):
                     raise
                 failures, broken = dict.fromkeys(rows, error), True
             for row, error in failures.items():
@@ -271,11 +279,15 @@ class Engine:
         for b, row in enumerate(rows):
             first = max(batch.starts[b], row.sequence.num_prompt - 1)
             last = min(batch.stops[b], len(row.sequence) - 1)
-            if not row.wants_forced_logprobs or last <= first:
+            if not row.wants_forced_logprobs or last <= first or row.error is not None:
                 continue
             offset = batch.num_queries - batch.stops[b]
+            scores = logits[b, first + offset : last + offset]
+            if not torch.isfinite(scores.amax(-1)).all():
+                self._fail(row, diagnose.not_finite(self._forward, row))
+                continue
             ids = torch.tensor(row.sequence.ids[first + 1 : last + 1], device=logits.device)
-            row.note_logprobs(*logprob_rows(logits[b, first + offset : last + offset], ids), None)
+            row.note_logprobs(*logprob_rows(scores, ids), None)
 
     def _sample(self, rows: list[Row], logits: Tensor | None) -> None:
         """Draw the next token of every row that wants one; a row that wants none has now been fed to its end."""
@@ -314,9 +326,16 @@ class Engine:
         """Answer every finished row and free its place."""
         for row in [row for row in self._table.live if row.ticket.cancelled and not row.done]:
             self._fail(row, RuntimeError("cancelled"))
-        for row in [row for row in self._table.live if row.done or row.error is not None]:
+        gone = [row for row in self._table.live if row.done or row.error is not None]
+        for row in gone:
+            if row.error is None and (message := unreached(row)):
+                self._fail(row, ValueError(message))
+            records = self._collector.records(row)  # before it leaves: out of memory here, it starts over
             self._table.leave(row, keep=row.request.keep if row.reply is None else None)
+            row.records += records
             self._answer(row)
+        if any(row.error is not None for row in gone):
+            self._table.scrub()
 
     # Answers
 
@@ -328,8 +347,6 @@ class Engine:
 
     def _answer(self, row: Row) -> None:
         """Reply to a finished row's ticket, or send the second row that its clean captures need."""
-        if row.error is None and (message := unreached(row)):
-            self._fail(row, ValueError(message))
         for name in ROW_COUNTERS:
             self.counters[name] += row.counters[name]
         reply = row.reply
@@ -345,7 +362,6 @@ class Engine:
             )
         else:
             reply.counters = {name: reply.counters[name] + row.counters[name] for name in ROW_COUNTERS}
-        row.records += self._collector.records(row)
         reply.records = [record for _, record in sorted(row.records, key=lambda each: each[0])]
         reply.finish_reason, reply.error = row.finish_reason or "stop", row.error
         if row.clean_takes and row.error is None:

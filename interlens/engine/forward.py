@@ -66,21 +66,29 @@ class Forward:
         parameters = inspect.signature(causal.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self._takes_cache = self._cache_name in parameters or "input_ids" not in parameters
 
     def free_columns(self) -> int:
-        """How many KV columns half of the free memory holds."""
+        """How many KV columns half of the free memory holds; without attention heads no column takes any."""
         if self.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.device)[0]
         else:
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         config = self.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+        if heads is None:
+            return 1 << 40
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         size = 2 * config.num_hidden_layers * heads * width * torch.empty(0, dtype=self.dtype).element_size()
         return max(4096, free // 2 // size)
 
     def check_model(self) -> None:
-        """UnsupportedIntervention if the model is in a state in which rows could not be told apart."""
+        """UnsupportedIntervention if the model is of a kind, or in a state, in which rows would not be what they are."""
+        if not self._takes_cache:
+            raise UnsupportedIntervention(
+                f"{type(self.model).__name__} takes no cache of transformers ('cache' or 'past_key_values'), so it cannot "
+                "be decoded step by step; use a model that does"
+            )
         if self.model.training:
             raise UnsupportedIntervention(
                 "the model is in training mode, where dropout changes logits; call model.eval()"
@@ -165,6 +173,14 @@ class Forward:
             mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
             masks[kind] = mask.masked_fill_(~seen, torch.finfo(self.dtype).min)[:, None]
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """A device or host allocation failed."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    signs = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def _mask_types(config) -> dict[str, int | None] | None:

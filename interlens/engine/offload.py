@@ -1,12 +1,13 @@
 """Moving captured activations to the host: batched, pinned, on a side stream, overlapping the next steps.
 
 On CUDA, `move` concatenates a batch of tensors on the device, copies it into a pinned staging buffer on a side stream
-and returns at once; whoever needs the rows waits for that copy alone. Staging is double-buffered and of bounded size:
+and returns claims at once; whoever needs the rows waits for that copy alone. Staging is double-buffered and of bounded size:
 a buffer is reused when its earlier copy has been drained into ordinary memory. On a CPU the plain path is one copy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -52,28 +53,43 @@ class CudaStreams:
         event.synchronize()
 
 
-class Moved:
-    """Rows on their way to the host, or already there."""
+class Claim:
+    """Somebody's rows of a batch that was moved. Once here they are storage of their own: nobody's rows keep another's
+    alive."""
 
-    def __init__(self, value: Tensor, mover: Mover | None = None, buffer: int = -1, event: Any = None):
-        self._value = value
-        self._mover = mover
-        self._buffer = buffer
-        self._event = event
-        self.row_bytes = value.shape[-1] * value.element_size()
+    def __init__(self, index: np.ndarray, row_bytes: int):
+        self._index = index
+        self._value: Tensor | None = None
+        self.transfer: Transfer | None = None
+        """What they wait for."""
+        self.num_bytes = len(index) * row_bytes
+
+    def take(self, batch: Tensor) -> None:
+        """Copy the rows out of the batch."""
+        self._value, self.transfer = batch[torch.from_numpy(self._index)], None
+
+    def rows(self) -> Tensor:
+        """The rows `[n, W]`, waited for if need be."""
+        if self.transfer is not None:
+            self.transfer.settle()
+        assert self._value is not None
+        return self._value
+
+
+class Transfer:
+    """A batch on its way to the host, in one of the mover's staging buffers."""
+
+    def __init__(self, mover: Mover, buffer: int, batch: Tensor, event: Any, claims: Sequence[Claim]):
+        self._mover, self._buffer, self._batch, self._event, self._claims = mover, buffer, batch, event, claims
+        for claim in claims:
+            claim.transfer = self
 
     def settle(self) -> None:
-        """Wait for the copy and take the rows out of the staging buffer."""
-        if self._mover is not None:
-            self._mover.streams.wait(self._event)
-            self._value = self._value.clone()
-            self._mover.release(self._buffer, self)
-            self._mover = self._event = None
-
-    def rows(self, index: np.ndarray | None) -> Tensor:
-        """A compact copy of these rows (None: all), in ordinary memory."""
-        self.settle()
-        return self._value if index is None else self._value[torch.from_numpy(index)]
+        """Wait for the copy, give every claim its rows, and free the buffer."""
+        self._mover.streams.wait(self._event)
+        for claim in self._claims:
+            claim.take(self._batch)
+        self._mover.release(self._buffer)
 
 
 class Mover:
@@ -85,19 +101,24 @@ class Mover:
         self.streams: Any = streams or (CudaStreams(device) if device.type == "cuda" else None)
         self._bytes = buffer_bytes
         self._buffers: list[Tensor | None] = [None, None]
-        self._users: list[Moved | None] = [None, None]
+        self._users: list[Transfer | None] = [None, None]
         self._next = 0
         self.bytes_moved = 0
 
-    def move(self, parts: list[Tensor], offload: str | None) -> Moved:
-        """Concatenate along rows and move to `offload` ("cpu", or None: stay on the device). Never aliases `parts`."""
-        value = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
-        self.bytes_moved += value.numel() * value.element_size()
-        if offload is None or not self.asynchronous:
-            return Moved(value)
-        size = value.numel() * value.element_size()
-        if size > self._bytes or (value.device.type == "cuda" and value.device != self.device):
-            return Moved(value.cpu())
+    def move(self, parts: list[Tensor], offload: str | None, shares: Sequence[np.ndarray]) -> list[Claim]:
+        """Concatenate along rows and move to `offload` ("cpu", or None: stay on the device).
+
+        One claim per share, an index into the rows. Claims never alias `parts`.
+        """
+        batch = torch.cat(parts) if len(parts) > 1 else parts[0]
+        self.bytes_moved += batch.nbytes
+        claims = [Claim(share, batch[0].nbytes) for share in shares]
+        plain = offload is None or not self.asynchronous
+        if plain or batch.nbytes > self._bytes or (batch.device.type == "cuda" and batch.device != self.device):
+            here = batch if plain else batch.cpu()
+            for claim in claims:
+                claim.take(here)
+            return claims
         buffer = self._next
         self._next = 1 - self._next
         user = self._users[buffer]
@@ -107,13 +128,12 @@ class Mover:
         if staging is None:
             pinned = self.device.type == "cuda"
             staging = self._buffers[buffer] = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=pinned)
-        target = staging[:size].view(value.dtype).view(value.shape)
+        target = staging[: batch.nbytes].view(batch.dtype).view(batch.shape)
         self.streams.fork()
-        event = self.streams.copy(target, value)
-        moved = self._users[buffer] = Moved(target, self, buffer, event)
-        return moved
+        event = self.streams.copy(target, batch)
+        self._users[buffer] = Transfer(self, buffer, target, event, claims)
+        return claims
 
-    def release(self, buffer: int, moved: Moved) -> None:
+    def release(self, buffer: int) -> None:
         """A buffer's rows have been taken out."""
-        if self._users[buffer] is moved:
-            self._users[buffer] = None
+        self._users[buffer] = None

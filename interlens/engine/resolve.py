@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ..interp.activation_cache import CaptureSpec
@@ -12,6 +13,9 @@ from .forward import Forward
 from .request import Sampling
 from .rows import Edit, Row, Take, Ticket
 from .sampling import NoiseKey
+
+COLDEST = 1e-30
+"""Below this, logits over temperature overflow."""
 
 
 def resolve(forward: Forward, ticket: Ticket) -> Row:
@@ -53,8 +57,10 @@ def resolve(forward: Forward, ticket: Ticket) -> Row:
 
 
 def _check_sampling(sampling: Sampling) -> None:
-    if not sampling.temperature >= 0:
-        raise ValueError(f"temperature must be >= 0 (0 is argmax), got {sampling.temperature}")
+    if sampling.temperature != 0 and not COLDEST <= sampling.temperature < math.inf:
+        raise ValueError(
+            f"temperature must be 0 (argmax) or a finite number of at least {COLDEST}, got {sampling.temperature}"
+        )
     if sampling.top_p is not None and not 0 < sampling.top_p <= 1:
         raise ValueError(f"top_p must lie in (0, 1], got {sampling.top_p}")
     if sampling.top_k is not None and sampling.top_k < 1:
@@ -73,6 +79,7 @@ def _edit(model, sequence: TokenSequence, intervention: Intervention) -> Edit | 
         intervention.check(len(layers_with(model, "residual")), site_width(model, site, layer))
     intervention.tokens.check(sequence)
     intervention.required_positions(sequence.num_prompt)
+    hash(intervention.edit_key)
     if intervention.is_noop():
         return None
     steady = intervention.tokens.op in ("all", "generated", "branch") and not intervention.per_position

@@ -98,7 +98,7 @@ class Slabs(Cache):
             self.values[i][row, :, :num_columns] = values[:, :num_columns]
 
     def clear(self, row: int) -> None:
-        """Zero a row: what a failed row leaves may be NaN, and a masked NaN still spoils a weighted sum."""
+        """Zero a row."""
         for slab in (*self.keys.values(), *self.values.values()):
             slab[row] = 0
 

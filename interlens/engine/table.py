@@ -119,7 +119,7 @@ class Table:
         """Remove a live row; the last one takes its place. `keep`: park its KV under this name."""
         self._forget_prefix(row)
         if row.error is not None:
-            self.slabs.clear(row.index)
+            self.slabs.clear(row.index)  # the row that moves here may be shorter
         elif keep is not None and self.reuse and row.written:
             self._park(row, keep)
         last = self.live.pop()
@@ -127,6 +127,14 @@ class Table:
             self.slabs.move(last.index, row.index, last.written)
             last.index = row.index
             self.live[row.index] = last
+
+    def scrub(self) -> None:
+        """Zero the rows that nobody has. What a failed row left, here and where it stood before it was moved, may be
+        NaN, and a masked NaN still spoils a weighted sum."""
+        taken = {row.index for row in (*self.live, *self.prefilling)}
+        for index in range(self.slabs.num_rows):
+            if index not in taken:
+                self.slabs.clear(index)
 
     def _park(self, row: Row, name: str) -> None:
         n = row.written
@@ -162,7 +170,7 @@ class Table:
         self.groups.clear()
         for row in removed:
             self._forget_prefix(row)
-            row.index, row.written, row.fed, row.target = -1, 0, 0, len(row.sequence)
+            row.index, row.written, row.fed, row.target, row.done = -1, 0, 0, len(row.sequence), False
             if row.wants_forced_logprobs:
                 row.logprobs.clear()  # its prefill scores them again
         if self.live:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .forward import Batch
+from .forward import Batch, is_out_of_memory
 from .rows import Edit, Row, Take
 
 Key = tuple[int, str]
@@ -34,7 +34,8 @@ class Gathered:
     """What one lane kept in one forward: `values[i]` is the site's state of `owners` in order, positions ascending."""
 
     values: Tensor | None = None
-    owners: list[tuple[Row, Take, np.ndarray]] = field(default_factory=list)
+    owners: list[tuple[Row | None, Take, np.ndarray]] = field(default_factory=list)
+    """None: its row failed or starts over, and nobody wants these."""
     index: list[np.ndarray] = field(default_factory=list)
 
 
@@ -156,6 +157,8 @@ def _edited(flat: Tensor, where: tuple, members: list, batch: Batch, tables: Tab
         if edited.shape != hidden.shape:
             raise ValueError(f"an edit of shape {tuple(edited.shape)} for states of shape {tuple(hidden.shape)}")
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise EditFailed(_culprits(flat, where[0], members, batch) or {row: error for row, _, _ in plain}) from error
     edited = edited.to(flat.dtype)
     return edited if everything else flat.index_copy(0, at, edited)
@@ -172,5 +175,7 @@ def _culprits(flat: Tensor, layer: int, members: list, batch: Batch) -> dict[Row
             if edit.intervention.edit(flat[at], parameters).shape != flat[at].shape:
                 raise ValueError("an edit changed the shape of the states it was given")
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             failures[row] = error
     return failures

@@ -212,7 +212,8 @@ def test_transfers_are_queued_behind_compute_and_buffers_wait_for_their_last_use
     streams = Recorded()
     mover = Mover(torch.device("cpu"), buffer_bytes=4 * 8 * 10, streams=streams)
     parts = [[torch.full((2, 8), float(i)), torch.full((1, 8), float(i) + 0.5)] for i in range(4)]
-    moved = [mover.move(each, "cpu") for each in parts]
+    shares = [np.array([0, 2]), np.array([1])]
+    claims = [mover.move(each, "cpu", shares) for each in parts]
     assert streams.events == [
         "fork", ("copy", 0), "fork", ("copy", 1), ("wait", 0), "fork", ("copy", 2), ("wait", 1), "fork", ("copy", 3),
     ]  # fmt: skip
@@ -220,12 +221,15 @@ def test_transfers_are_queued_behind_compute_and_buffers_wait_for_their_last_use
         for part in each:
             part.fill_(-1)
     for i in (3, 0, 2, 1):
-        rows = moved[i].rows(np.array([0, 2]))
-        assert rows[:, 0].tolist() == [i, i + 0.5] and rows.untyped_storage().nbytes() == 2 * 8 * 4
-        assert moved[i].rows(None).tolist() == [[float(i)] * 8, [float(i)] * 8, [i + 0.5] * 8]
+        rows, other = (claim.rows() for claim in claims[i])
+        assert rows[:, 0].tolist() == [i, i + 0.5] and other.tolist() == [[float(i)] * 8]
+        assert rows.untyped_storage().nbytes() == claims[i][0].num_bytes == 2 * 8 * 4
     assert streams.events[-2:] == [("wait", 3), ("wait", 2)]
     assert mover.bytes_moved == 4 * 3 * 8 * 4
     assert sum(1 for buffer in mover._buffers if buffer is not None) == 2
-    big = mover.move([torch.ones(40, 8)], "cpu")
-    stays = mover.move([torch.ones(2, 8)], None)
-    assert len(streams.events) == 12 and big.rows(None).shape == (40, 8) and stays.rows(None).shape == (2, 8)
+    for rows, target in ((40, "cpu"), (2, None)):  # larger than a buffer; not to be moved
+        part = torch.ones(rows, 8)
+        (claim,) = mover.move([part], target, [np.arange(rows)])
+        part.fill_(-1)
+        assert claim.rows().tolist() == [[1.0] * 8] * rows
+    assert len(streams.events) == 12

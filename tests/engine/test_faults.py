@@ -1,5 +1,7 @@
 """What goes wrong says what and where, in the request concerned; its neighbours finish as if nothing had happened."""
 
+import copy
+import math
 import threading
 from dataclasses import replace
 
@@ -124,6 +126,44 @@ def test_not_a_number_in_a_row_is_named_by_layer(chunk):
     assert isinstance(reply.error, NonFinite) and "layer 2 is the first" in str(reply.error) and len(reply.tokens) == 2
 
 
+def nan_at(layer, tokens, site="residual"):
+    return Custom(lambda h: h * float("nan"), layers=(layer,), tokens=tokens, site=site)
+
+
+def test_what_failed_rows_leave_in_memory_reaches_nobody():
+    """Two rows fail in one step and one of them had been moved; whoever stands there later sees none of it."""
+    model, step = model_of("llama"), Select.window(1, 2, "generated")
+    asked = requests(sampling=Sampling(temperature=0.0, max_new_tokens=40))
+    for i in (0, 4):
+        asked[i] = replace(asked[i], interventions=(nan_at(0, step),))
+    asked[2] = replace(asked[2], interventions=(nan_at(0, Select.window(12, 13, "generated")),))
+    engine = Engine(model, rows=16, reuse=False)
+    tickets = [engine.submit(request) for request in asked]
+    while not all(tickets[i].reply for i in (0, 4)):
+        engine.step()
+    assert all(isinstance(tickets[i].reply.error, NonFinite) for i in (0, 4))
+    short = requests(6, tokens=prompt(7), sampling=Sampling(temperature=0.0, max_new_tokens=20))
+    others = [tickets[1], tickets[3], *(engine.submit(request) for request in short)]
+    replies = drain(engine, [tickets[2], *others])  # number 2 fails, and the last of the short ones moves to its place
+    assert isinstance(replies[0].error, NonFinite) and len(replies[0].tokens) == 13
+    for reply, alone in zip(replies[1:], Engine(model).run([asked[1], asked[3], *short]), strict=True):
+        same(reply, alone, model)
+
+
+def test_not_a_number_in_logits_or_in_the_middle_of_forced_tokens_is_named():
+    model = model_of("llama")
+    asked = requests(4)
+    asked[1] = replace(asked[1], interventions=(nan_at(2, Select.window(1, 2, "generated"), "logits"),))
+    asked[3] = replace(asked[3], interventions=(nan_at(2, Select.window(1, 3, "generated")),), forced=prompt(6, 9))
+    for chunk in (3, 512):
+        replies = Engine(model, chunk=chunk).run(asked)
+        for i, where in ((1, "every layer is finite but the head is not"), (3, "layer 2 is the first")):
+            assert isinstance(replies[i].error, NonFinite) and where in str(replies[i].error)
+            assert not any(math.isnan(value) for value in (replies[i].logprobs or {}).get("logprobs", ()))
+        for i in (0, 2):
+            same(replies[i], Engine(model).run([asked[i]])[0], model)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mixtral"])
 def test_not_a_number_from_pads_reaches_nobody(family):
     """Pads are token 0; where its embedding is NaN, whatever a pad computes is NaN."""
@@ -204,3 +244,64 @@ def test_registered_edits_are_refused_also_in_mid_run():
         assert reply.tokens == whole.tokens[: len(reply.tokens)]
     for one, other in zip(engine.run(requests()), before, strict=True):
         same(one, other, model)
+
+
+def test_an_intervention_that_cannot_be_batched_is_refused_before_it_meets_others():
+    bad = Custom(lambda h: h + 1)
+    bad.edit_key = ["a", "list"]
+    engine = Engine(model_of("llama"))
+    reply = engine.submit(replace(requests(1)[0], interventions=(bad,))).reply
+    assert isinstance(reply.error, TypeError) and "unhashable" in str(reply.error) and not engine.step()
+
+
+def test_training_mode_is_refused_also_in_mid_run():
+    model = tiny("gpt2", torch.float64)
+    engine = Engine(model)
+    whole = engine.run(requests())
+    tickets = [engine.submit(request) for request in requests()]
+    engine.step()
+    model.train()
+    assert "model.eval()" in str(engine.submit(requests()[0]).reply.error)
+    for reply, other in zip(drain(engine, tickets), whole, strict=True):
+        assert isinstance(reply.error, UnsupportedIntervention)
+        assert reply.tokens == other.tokens[: len(reply.tokens)]
+    model.eval()
+    for one, other in zip(engine.run(requests()), whole, strict=True):
+        same(one, other, model)
+
+
+def modes():
+    yield torch.inference_mode()
+    yield torch.enable_grad()
+    yield torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def test_the_mode_a_caller_is_in_changes_nothing():
+    """Whoever holds the lock steps for all: their inference mode, autocast or gradients must not reach the others."""
+    model = tiny("llama").requires_grad_(True)
+    asked = [replace(r, interventions=(SteeringSpec(direction(i), (1,), 2.0),)) for i, r in enumerate(requests())]
+    asked[2] = replace(asked[2], forced=prompt(6, 9))
+    whole = Engine(model).run(asked)
+    for mode in modes():
+        with mode:
+            replies = Engine(model).run(asked)
+        for reply, other in zip(replies, whole, strict=True):
+            same(reply, other, model, exact=True)
+            for record in reply.records:
+                assert not record.tensor.is_inference() and not record.tensor.requires_grad
+
+
+def test_a_copied_model_has_an_engine_of_its_own():
+    model = tiny("llama", torch.float64)
+    engine = engine_for(model)
+    whole = engine.run(requests(2))
+    twin = copy.deepcopy(model)
+    assert engine_for(twin) is not engine and engine_for(twin).model is twin and engine_for(model) is engine
+    for one, other in zip(engine_for(twin).run(requests(2)), whole, strict=True):
+        same(one, other, model, exact=True)
+
+
+@pytest.mark.parametrize("name", ["rows", "chunk", "budget"])
+def test_an_engine_of_nothing_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        Engine(model_of("llama"), **{name: 0})

@@ -1,6 +1,8 @@
 """Laws of steering and patching in a batch: each row as if it were alone, and as hooks written by hand."""
 
+import runpy
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -231,6 +233,8 @@ def test_impossible_requests_are_answered_before_any_forward():
         (dict(tokens=(5, 100)), ValueError, "100"),
         (dict(tokens=prompt(513)), ValueError, "512"),
         (dict(sampling=dict(temperature=-1.0)), ValueError, "temperature"),
+        (dict(sampling=dict(temperature=1e-40)), ValueError, "at least 1e-30"),
+        (dict(sampling=dict(temperature=float("inf"))), ValueError, "finite"),
         (dict(sampling=dict(top_p=0.0)), ValueError, "top_p"),
         (dict(sampling=dict(top_k=0)), ValueError, "top_k"),
         (dict(adapter="lora"), ValueError, "lora"),
@@ -242,44 +246,20 @@ def test_impossible_requests_are_answered_before_any_forward():
     assert engine.counters["steps"] == 0 and not engine.step()
 
 
-class Gate:
-    """Adds a direction where a probe's projection is positive: an intervention from outside the package."""
-
-    site, layers, rank, per_position = "residual", (1,), 1, False
-
-    def __init__(self, seed, strength):
-        self.tokens, self.seed, self.strength = Select.all(), seed, strength
-        self.fingerprint, self.edit_key = f"{seed:x}", "gate"
-
-    def is_noop(self):
-        return False
-
-    def check(self, num_layers, width):
-        assert width == 32
-
-    def required_positions(self, num_prompt):
-        return ()
-
-    def parameters(self, layer, positions, num_prompt=None):
-        return {"probe": direction(self.seed)[None], "by": direction(self.seed + 1)[None] * self.strength}
-
-    def edit(self, hidden, parameters):
-        open_ = (hidden * parameters["probe"].to(hidden.dtype)).sum(-1, keepdim=True) > 0
-        return torch.where(open_, hidden + parameters["by"].to(hidden.dtype), hidden)
-
-    def summary(self):
-        return {}
+def example():
+    """The class of `examples/gated_steer.py`, an intervention from outside the package."""
+    return runpy.run_path(str(Path(__file__).parents[2] / "examples" / "gated_steer.py"))["GatedSteer"]
 
 
 def test_an_intervention_of_ones_own_is_batched_like_any_other():
-    model = model_of("llama")
-    pairs = []
+    model, gated, pairs = model_of("llama"), example(), []
     for seed in (1, 2, 3):
+        probe, by, lowest = direction(seed), direction(seed + 1), (0.0, 0.4, -1e9)[seed - 1]
         hand = steer(seed, (1,))[1]
-        hand.__dict__["change"] = lambda h, layer, positions, s=seed: torch.stack(
-            [v + 2.0 * direction(s + 1) if float(v @ direction(s)) > 0 else v for v in h]
+        hand.__dict__["change"] = lambda h, layer, positions, probe=probe, by=by, lowest=lowest: torch.stack(
+            [v + 2.0 * by if float(v @ probe) / float(probe @ probe) ** 0.5 > lowest else v for v in h]
         )
-        pairs.append([(Gate(seed, 2.0), hand)])
+        pairs.append([(gated(by, probe, lowest, (1,), coef=2.0, tokens=Select.all()), hand)])
     assert isinstance(pairs[0][0][0], Intervention)
     asked = [request(i, pairs=each) for i, each in enumerate([*pairs, [steer(4)], []])]
     for reply, each, hands in zip(Engine(model, chunk=4).run(asked), asked, [*pairs, [steer(4)], []], strict=True):

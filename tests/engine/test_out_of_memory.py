@@ -11,7 +11,7 @@ from interlens.engine.engine import Engine
 from interlens.engine.slabs import Slabs
 from interlens.interp import CaptureSpec, SteeringSpec
 from tests.engine.reference import direction, drain, model_of, prompt, same
-from tests.engine.test_faults import requests
+from tests.engine.test_faults import Custom, requests
 from tests.tiny import tiny
 
 
@@ -102,6 +102,58 @@ class Torn(Collector):
         if self.calls in self.when:
             raise torch.OutOfMemoryError("no room for a pool")
         super()._pool(lane, gathered)
+
+
+class Cramped(Collector):
+    """Runs out of memory while rows are moved or records are made."""
+
+    calls, when = 0, ()
+
+    def spend(self):
+        self.calls += 1
+        if self.calls in self.when:
+            raise RuntimeError("CUDA error: out of memory")
+
+    def flush(self):
+        if self._staged:
+            self.spend()
+        super().flush()
+
+    def records(self, row):
+        made = super().records(row)
+        if made:
+            self.spend()
+        return made
+
+
+@pytest.mark.parametrize("when", [(1,), (2, 3), (4,), (1, 9)])
+def test_out_of_memory_while_records_are_made_loses_nobody(when):
+    model = model_of("llama")
+    asked = [replace(r, keep="bob") for r in requests(6, capture=(CaptureSpec(), CaptureSpec(pool="max")))]
+    engine = Engine(model, rows=6)
+    engine._collector.__class__, engine._collector.when = Cramped, when
+    replies = drain(engine, [engine.submit(request) for request in asked])
+    for one, other in zip(replies, Engine(model).run(asked), strict=True):
+        same(one, other, model)
+    assert engine.counters["out_of_memory"] == len(when) and engine._collector.bytes_held == 0
+    for name in ("decode_tokens", "prefill_tokens"):
+        assert engine.counters[name] == sum(reply.counters[name] for reply in replies)
+
+
+def test_out_of_memory_inside_an_edit_is_no_fault_of_the_edit():
+    def hungry_edit(hidden):
+        if len(hidden) > 30:
+            raise torch.OutOfMemoryError("no room for a norm")
+        return hidden + 1
+
+    model = model_of("llama")
+    asked = [replace(r, interventions=(Custom(hungry_edit),)) for r in requests(5)]
+    engine = Engine(model, rows=8)
+    replies = drain(engine, [engine.submit(request) for request in asked])
+    easy = [replace(r, interventions=(Custom(lambda h: h + 1),)) for r in requests(5)]
+    for one, other in zip(replies, Engine(model).run(easy), strict=True):
+        assert one.error is None and one.tokens == other.tokens
+    assert engine.rows < 5 and len(engine.reports) == engine.counters["out_of_memory"] > 0
 
 
 @pytest.mark.parametrize("when", [(1,), (5,), (2, 30)])

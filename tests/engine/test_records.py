@@ -13,6 +13,7 @@ from interlens.interp.sites import layers_with, sites_of
 from tests.engine.reference import (
     MAIN,
     check,
+    drain,
     forward,
     generate,
     kept,
@@ -209,6 +210,26 @@ def test_only_what_is_selected_is_held():
     while engine.step():
         assert engine._collector.bytes_held <= 4 * 2 * 2 * 5 * 32 * 8
     assert all(len(ticket.reply.records) == 4 + 3 for ticket in tickets) and engine._collector.bytes_held == 0
+
+
+def test_a_long_row_keeps_nothing_of_its_neighbours_alive():
+    """Rows come and go while one stays: what is held for it is its own payload, in storage and not only in count."""
+    engine = Engine(model_of("llama"), rows=4)
+    engine._collector._flush_bytes = 4096
+    spec = (CaptureSpec(layers=(1,)),)
+    long = engine.submit(request(0, sampling=replace(WARM, max_new_tokens=60), capture=spec))
+    others = [engine.submit(request(i, capture=spec)) for i in range(1, 20)]
+    most = 0
+    while long.reply is None and engine.step():
+        rows = [row for row in engine._table.live if row.kept is not None]
+        claims = [claim for row in rows for pieces in row.kept.pieces.values() for _, claim in pieces]
+        stored = {c.rows().untyped_storage().data_ptr(): c.rows().untyped_storage().nbytes() for c in claims}
+        staged = sum(part.values.nbytes for parts in engine._collector._staged.values() for part in parts)
+        assert sum(stored.values()) + staged <= engine.bytes_held()
+        most = max(most, sum(stored.values()))
+    assert most > 4096
+    drain(engine, [long, *others])
+    assert engine.bytes_held() == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])

@@ -3,9 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
+import transformers
 
 from interlens.engine.engine import Engine
 from interlens.engine.request import Request, Sampling
+from interlens.errors import UnsupportedIntervention
 from tests.engine.reference import drain, model_of, prompt
 from tests.tiny import FAMILIES
 
@@ -77,3 +80,17 @@ def test_a_family_whose_state_cannot_be_forked_says_so_once(family):
         drain(engine, [engine.submit(each) for each in asked])
     assert len(engine.reports) == 1 and engine.counters["reused_tokens"] == 0
     assert engine.counters["prefill_tokens"] == 2 * 30 and len(engine.memory) == 0
+
+
+def test_a_family_without_attention_is_decoded_and_one_without_a_cache_is_refused():
+    """An SSM has no attention heads to count columns by; RWKV takes a state of its own and would ignore our cache."""
+    shape = dict(vocab_size=100, hidden_size=32, num_hidden_layers=2)
+    mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**shape, state_size=4)).eval()
+    asked = [replace(request(i, 5 + i, 6), sampling=Sampling(temperature=0, max_new_tokens=6)) for i in range(3)]
+    for reply, each in zip(Engine(mamba).run(asked), asked, strict=True):
+        ids = torch.tensor([each.tokens])
+        out = mamba.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        assert reply.error is None and reply.tokens == tuple(out[0, len(each.tokens) :].tolist())
+    rwkv = transformers.RwkvForCausalLM(transformers.RwkvConfig(**shape)).eval()
+    reply = Engine(rwkv).submit(request(0)).reply
+    assert isinstance(reply.error, UnsupportedIntervention) and "takes no cache" in str(reply.error)
