@@ -5,6 +5,7 @@ and order of the cells gives the same result to rounding. A **Fit** runs once th
 aggregate has one of them or both; its result is plain JSON in `RUN/aggregates/<name>.json`, directions beside it in
 `<name>.safetensors`. Mathematics lives in `interlens.statistics` and `interlens.probes`; an aggregate names columns.
 
+To add a kind, add a file here that ends with `AGGREGATE = <its class>`; nothing else needs to change.
 In a configuration, `aggregate: {<name>: {kind: <kind>, ...options}}`; the kind is the name where it is left out.
 """
 
@@ -13,8 +14,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -78,18 +82,12 @@ class Fit(Protocol):
     def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]: ...
 
 
-KINDS: dict[str, str] = {
-    "difference_of_means": "sweeps.aggregates.difference_of_means:DifferenceOfMeans",
-    "lda": "sweeps.aggregates.lda:Lda",
-    "logistic": "sweeps.aggregates.logistic:Logistic",
-    "logprob_summary": "sweeps.aggregates.logprob_summary:LogprobSummary",
-    "moments": "sweeps.aggregates.moments:RowMoments",
-    "outcomes": "sweeps.aggregates.outcomes:Outcomes",
-    "probe_eval": "sweeps.aggregates.probe_eval:ProbeEval",
-    "routing_stats": "sweeps.aggregates.routing_stats:RoutingSums",
-    "similarity": "sweeps.aggregates.similarity:Similarity",
-}
-"""Kind -> import path of its class. Adding an aggregate is one file and one row here."""
+@cache
+def kinds() -> tuple[str, ...]:
+    """The kinds there are: every file of this package that says `AGGREGATE = <its class>`, by the file's name."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return tuple(file.stem for file in files if re.search(r"^AGGREGATE = ", file.read_text("utf-8"), re.MULTILINE))
+
 
 SHORT_NAMES = {"directions": "difference_of_means", "dose_response": "outcomes"}
 
@@ -112,10 +110,10 @@ def build(aggregate: Iterable[AggregateConfig], config: SweepConfig | None = Non
 
 def _build_one(name: str, options: dict[str, Any]) -> Sum | Fit:
     kind = options.pop("kind", SHORT_NAMES.get(name, name))
-    path = KINDS.get(kind, kind)
+    path = f"{__name__}.{kind}:AGGREGATE" if kind in kinds() else str(kind)
     if ":" not in path:
         raise ValueError(
-            f"no aggregate {kind!r}; there are: {', '.join(sorted(KINDS))}; or give an import path 'module:Class'"
+            f"no aggregate {kind!r}; there are: {', '.join(kinds())}; or give an import path 'module:Class'"
         )
     module, _, attribute = path.partition(":")
     try:

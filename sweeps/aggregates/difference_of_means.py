@@ -84,3 +84,6 @@ def rms_norm(moments: Moments) -> float:
     """Root mean square norm of the rows: the scale a coefficient is to be compared with."""
     squares = np.trace(moments.m2) if moments.has_covariance else moments.m2.sum()
     return float(np.sqrt(moments.mean @ moments.mean + squares / moments.count)) if moments.count else float("nan")
+
+
+AGGREGATE = DifferenceOfMeans

@@ -12,3 +12,6 @@ class Lda(ProbeFit):
     """A Fit: one pass over the stored vectors of each place."""
 
     kind = method = "lda"
+
+
+AGGREGATE = Lda

@@ -12,3 +12,6 @@ class Logistic(ProbeFit):
     """A Fit: one pass over the stored vectors of each place."""
 
     kind = method = "logistic"
+
+
+AGGREGATE = Logistic

@@ -70,3 +70,6 @@ class LogprobSummary(MomentsSum):
                 }
             )
         return {"kind": "logprob_summary", "unit": "nats per token", "summary": entries}
+
+
+AGGREGATE = LogprobSummary

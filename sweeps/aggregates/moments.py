@@ -87,3 +87,6 @@ class RowMoments(RecordSum):
             arrays[f"{key}.mean"] = found.mean
             arrays[f"{key}.{'covariance' if self.covariance else 'variance'}"] = spread
         return {"kind": "moments", **self.source.described(), "moments": entries, "arrays": arrays}
+
+
+AGGREGATE = RowMoments

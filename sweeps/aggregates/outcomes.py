@@ -233,3 +233,6 @@ def _paired(axis: str, others: Sequence[str], cells: Mapping[str, Any], values: 
         row = cells[cell]
         pairs.setdefault(tuple(row[name] for name in same), {})[row[axis]] = value
     return [(key[0], pair) for key, pair in pairs.items()]
+
+
+AGGREGATE = Outcomes

@@ -124,3 +124,6 @@ def leaks(data: Labelled, split: str) -> list[str]:
     if sides and all(len(kinds) == 1 for kinds in sides.values()):
         found.append(f"every group of {split} has one label only, so {len(sides)} groups are the whole sample size")
     return found
+
+
+AGGREGATE = ProbeEval

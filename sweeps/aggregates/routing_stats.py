@@ -127,3 +127,6 @@ def _sums(result: CellResult, phases: Sequence[str], by: str) -> State:
             name = f"{key}:{part}"
             found[name] = found[name] + value if name in found else value
     return found
+
+
+AGGREGATE = RoutingSums

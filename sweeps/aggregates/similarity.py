@@ -51,3 +51,6 @@ def _by_layer(name: str) -> tuple[str, int, str]:
     site, _, rest = name.partition(".")
     layer, _, who = rest.partition("@")
     return site, int(layer) if layer.isdigit() else 0, who
+
+
+AGGREGATE = Similarity

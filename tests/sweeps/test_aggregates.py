@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from interlens import SteeringSpec
 from interlens.message import Message
-from sweeps.aggregates import Fit, Sum, build, finalize
+from sweeps.aggregates import SHORT_NAMES, Fit, Sum, build, finalize, kinds
 from sweeps.aggregates.directions import direction_of, read_directions, save_directions
 from sweeps.aggregates.results import read_results
 from sweeps.config import AggregateConfig
@@ -28,6 +28,13 @@ ENTRIES = {
     ),
     "logprob_summary": AggregateConfig(name="logprob_summary", options={}),
 }
+HAVE = {entry.options.get("kind", SHORT_NAMES.get(entry.name, entry.name)) for entry in ENTRIES.values()}
+for kind in set(kinds()) - HAVE - {"routing_stats"}:  # what else there is, as it comes; these cells have no routing
+    try:
+        build([AggregateConfig(name=kind)])
+        ENTRIES[kind] = AggregateConfig(name=kind)
+    except ValueError:
+        ENTRIES[kind] = AggregateConfig(name=kind, options={"contrast": CONTRAST})
 SUMS = [made for entry in ENTRIES.values() if isinstance(made := build([entry])[0], Sum)]
 
 
