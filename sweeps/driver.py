@@ -52,6 +52,10 @@ MIN_FREE_BYTES = 50_000_000
 """Below this a run stops while what is complete can still be committed."""
 
 
+MAX_FOLDER_ERRORS = 6
+"""After so many units in a row that could not read or write the run folder, the run ends."""
+
+
 class Stop(Exception):
     """The run ends before it is complete, with this exit code."""
 
@@ -128,6 +132,9 @@ class Driver:
         self._last_rate = (self._started, 0)
         self._counted = 0.0
         self._space: str | None = None
+        self._folder_errors = 0
+        """Units in a row that could not use the folder."""
+        self._not_before = 0.0
 
     # ---- the run
 
@@ -195,7 +202,7 @@ class Driver:
             self._close(commit)
 
     def _dispatch(self, crew: Crew) -> None:
-        sent = True
+        sent = time.monotonic() >= self._not_before
         while sent:
             sent = False
             for member in crew.free():
@@ -235,6 +242,9 @@ class Driver:
                 self._space = ack["error"]
                 self.ledger.give_back(name)
                 return
+            if ack.get("folder"):
+                self._folder_failed(name, ack["error"])
+                return
             self.progress.event("failed", unit=name, error=ack["error"])
             self._carry_out({name: self.ledger.strike(name)}, ack["error"], ack.get("traceback", ""))
         elif commit := store.read_commit(self.root, name):
@@ -242,11 +252,22 @@ class Driver:
                 self.snapshot.bytes += _bytes(commit)
             self._close(commit)
             crew.progress_made()
+            self._folder_errors = 0
             if commit.failed:
                 self.progress.event("failed", unit=name, cells=len(commit.failed), error=ack.get("first_error", ""))
                 self.progress.say(f"{len(commit.failed)} cells of {name} failed: {ack.get('first_error', '')}")
         else:
             self.ledger.give_back(name)
+
+    def _folder_failed(self, name: str, error: str) -> None:
+        """A unit could not read or write the folder: no fault of its cells. Wait a little and try again, a few times."""
+        self.ledger.give_back(name)
+        self._folder_errors += 1
+        self._not_before = time.monotonic() + min(2.0 ** (self._folder_errors - 3), 30.0)
+        self.progress.event("failed", unit=name, error=error)
+        self.progress.say(f"{name} could not use the run folder: {error}")
+        if self._folder_errors >= MAX_FOLDER_ERRORS:
+            raise Stop(1, f"the run folder failed {self._folder_errors} times without a commit between; last: {error}")
 
     def _lost(self, replica: str, error: str, *, counts: bool, crew: Crew) -> None:
         running = self.ledger.running(replica)

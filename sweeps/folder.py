@@ -10,6 +10,7 @@ import contextlib
 import errno
 import itertools
 import platform
+import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -89,14 +90,16 @@ def _check_space(config: SweepConfig, root: Path | Remote) -> None:
         )
 
 
-OURS = {"plan", "inputs", "config-0.yaml", "_tmp", "_lease", "events.jsonl", "progress.json"}
+OURS = {"plan", "inputs", "config-0.yaml", "_tmp", "_lease", "progress.json"}
+EVENTS = re.compile(r"events(-\d+)?\.jsonl")
 
 
 def check_place(root: Path | Remote) -> None:
     """RunRefused for a file, and for a folder that holds anything but a run."""
     if (root / "run.json").is_file():
         return
-    foreign = sorted(p.name for p in root.iterdir() if p.name not in OURS) if root.is_dir() else []
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    foreign = sorted(name for name in names if name not in OURS and not EVENTS.fullmatch(name))
     above = (root, *root.parents) if isinstance(root, Path) else (root,)
     if (file := next((p for p in above if p.exists()), root)).is_file():
         under = "is" if file == root else f"lies under {str(file)!r}, which is"
@@ -128,7 +131,8 @@ def _continue(config: SweepConfig, root: Path | Remote, confirm: Callable[[], No
             "continue it with the version that began it, or name another run.dir"
         )
     plan = planfile.PlanFile(root)
-    known = np.sort(plan.cell_ids())
+    known = plan.cell_ids()
+    known.sort()
     new, still = 0, np.zeros(len(known), bool)
     for ids in _batches(c.id for entry in trunks(config) for cells in entry.cells.values() for c in cells):
         at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
@@ -140,13 +144,13 @@ def _continue(config: SweepConfig, root: Path | Remote, confirm: Callable[[], No
     if new:
         _check_space(config, root)
         confirm()
-        _extend(config, root, plan, known, set(plan.table(["cell", "trunk"])["trunk"].unique().to_pylist()))
+        _extend(config, root, plan, known, plan.trunk_ids())
     return Entered(state="extended" if new else "same", num_cells=len(known) + new, new_cells=new)
 
 
 def _batches(ids: Iterator[str], size: int = 65_536) -> Iterator[np.ndarray]:
     while batch := list(itertools.islice(ids, size)):
-        yield np.array(batch, "S20")
+        yield planfile.packed(np.array(batch, "S20"))
 
 
 def _extend(
@@ -166,7 +170,7 @@ def _only_new(config: SweepConfig, known: np.ndarray) -> Iterator[Branches]:
     for entry in trunks(config):
         cells = {}
         for cast, candidates in entry.cells.items():
-            ids = np.array([c.id for c in candidates], "S20")
+            ids = planfile.packed(np.array([c.id for c in candidates], "S20"))
             hit = known[np.minimum(np.searchsorted(known, ids), len(known) - 1)] == ids
             if not hit.all():
                 cells[cast] = [c for c, old in zip(candidates, hit, strict=True) if not old]

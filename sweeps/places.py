@@ -6,11 +6,21 @@ folders, links or fsync: a name appears with its whole content, and `create` ask
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fnmatch
 import functools
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+SLOW_S = 10.0
+"""After how long without an answer a store is said to be slow. Its client goes on trying for about a minute."""
 
 
 def place(root: str | Path | Remote) -> Path | Remote:
@@ -18,6 +28,32 @@ def place(root: str | Path | Remote) -> Path | Remote:
     if isinstance(root, Remote):
         return root
     return Remote(root) if isinstance(root, str) and "://" in root else Path(root)
+
+
+@contextlib.contextmanager
+def asking(url: str) -> Iterator[None]:
+    """Inside, a store is asked: whatever its client raises is an OSError, and a long wait is said on stderr."""
+    slow = f"sweeps: no answer for {SLOW_S:.0f} s about {url}; still trying"
+    timer = threading.Timer(SLOW_S, lambda: print(slow, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # each client has its own kinds
+        raise OSError(errno.EIO, f"{url}: {type(error).__name__}: {error}") from error
+    finally:
+        timer.cancel()
+
+
+def _asks(method: Callable[P, T]) -> Callable[P, T]:
+    @functools.wraps(method)
+    def asked(*args: P.args, **kwargs: P.kwargs) -> T:
+        with asking(str(args[0])):
+            return method(*args, **kwargs)
+
+    return asked
 
 
 class Stat(NamedTuple):
@@ -85,39 +121,47 @@ class Remote:
             raise ValueError(f"{self} does not lie under {root}")
         return self.url[len(root.url) + 1 :]
 
+    @_asks
     def exists(self) -> bool:
         self.fs.invalidate_cache()
         return self.fs.exists(self.path)
 
+    @_asks
     def is_file(self) -> bool:
         self.fs.invalidate_cache()
         return self.fs.isfile(self.path)
 
+    @_asks
     def is_dir(self) -> bool:
         self.fs.invalidate_cache()
         return self.fs.isdir(self.path)
 
+    @_asks
     def stat(self) -> Stat:
         return Stat(st_size=self.fs.size(self.path))
 
+    @_asks
     def read_bytes(self) -> bytes:
         return self.fs.cat_file(self.path)
 
     def read_text(self, encoding: str = "utf-8") -> str:
         return self.read_bytes().decode(encoding)
 
+    @_asks
     def read_range(self, start: int, stop: int) -> bytes:
         """Bytes [start, stop)."""
         return self.fs.cat_file(self.path, start=start, end=stop)
 
+    @_asks
     def open(self, mode: str = "rb", **options: Any) -> IO[Any]:
         return self.fs.open(self.path, mode, **options)
 
     def iterdir(self) -> Iterator[Remote]:
         """Files and folders directly below; none where the folder does not exist."""
-        self.fs.invalidate_cache()
         try:
-            found = self.fs.ls(self.path, detail=False)
+            with asking(self.url):
+                self.fs.invalidate_cache()
+                found = self.fs.ls(self.path, detail=False)
         except FileNotFoundError:
             return iter(())
         names = (str(entry).rstrip("/").rpartition("/")[2] for entry in found)
@@ -129,9 +173,10 @@ class Remote:
 
     def rglob(self, pattern: str) -> Iterator[Remote]:
         """Files anywhere below whose name matches."""
-        self.fs.invalidate_cache()
         try:
-            found = self.fs.find(self.path)
+            with asking(self.url):
+                self.fs.invalidate_cache()
+                found = self.fs.find(self.path)
         except FileNotFoundError:
             return
         base = self.path.rstrip("/")
@@ -139,9 +184,21 @@ class Remote:
             if fnmatch.fnmatchcase(entry.rpartition("/")[2], pattern):
                 yield self / entry[len(base) + 1 :]
 
+    @_asks
+    def replace(self, data: bytes) -> None:
+        """Put this content under the name, whatever stands there."""
+        self.fs.pipe_file(self.path, data)
+
+    @_asks
+    def read_all(self, paths: list[Remote]) -> list[bytes]:
+        """The content of several files of this file system, asked for at once."""
+        found = self.fs.cat([path.path for path in paths])
+        return [found[path.path] for path in paths]
+
     def mkdir(self, **options: Any) -> None:
         """Folders come with their files."""
 
+    @_asks
     def unlink(self, missing_ok: bool = False) -> None:
         try:
             self.fs.rm_file(self.path)

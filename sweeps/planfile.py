@@ -148,15 +148,26 @@ class PlanFile:
         """Of all parts."""
         return sum(info.num_cells for info in self.infos())
 
+    @property
+    def num_items(self) -> int:
+        """How many items the cells of all parts are about."""
+        return len({name for part in range(len(self.parts)) for name in self._items(part)[1]})
+
     def cell_ids(self) -> np.ndarray:
-        """The ids of all cells in plan order, 20 bytes each."""
+        """The ids of all cells in plan order, 10 bytes each: see `packed`."""
         found = []
-        for chunk in self.table(["cell"])["cell"].chunks:
-            data = chunk.buffers()[2]
-            if data is not None and len(chunk):
-                begin = np.frombuffer(chunk.buffers()[1], np.int32)[chunk.offset]
-                found.append(np.frombuffer(data, "S20", len(chunk), int(begin)))
-        return np.concatenate(found)
+        for part in range(len(self.parts)):
+            for table in self._groups(part, ["cell"]):
+                cells = table["cell"].combine_chunks().drop_null()
+                if len(cells):
+                    begin = np.frombuffer(cells.buffers()[1], np.int32)[cells.offset]
+                    found.append(packed(np.frombuffer(cells.buffers()[2], "S20", len(cells), int(begin))))
+        return np.concatenate(found) if found else np.array([], "S10")
+
+    def trunk_ids(self) -> set[str]:
+        """The ids of all trunks."""
+        tables_ = (table for part in range(len(self.parts)) for table in self._groups(part, ["trunk"]))
+        return {trunk for table in tables_ for trunk in table["trunk"].unique().to_pylist()}
 
     def infos(self) -> Iterator[UnitInfo]:
         """The units in plan order, read one row group at a time."""
@@ -222,10 +233,13 @@ class PlanFile:
 
     def _heads(self, part: int) -> Iterator[pa.Table]:
         """What `infos` looks at, row group by row group."""
+        return self._groups(part, ["unit", "cell", "trunk", "cast", "owned"])
+
+    def _groups(self, part: int, columns: list[str]) -> Iterator[pa.Table]:
         where, fs = arrow(self.parts[part])
         with pq.ParquetFile(where, filesystem=fs) as file:
             for group in range(file.num_row_groups):
-                yield file.read_row_group(group, columns=["unit", "cell", "trunk", "cast", "owned"])
+                yield file.read_row_group(group, columns=columns)
 
     def units(self) -> Iterator[Unit]:
         """Every unit whole, in plan order, streamed."""
@@ -339,6 +353,13 @@ class PlanFile:
     def _group(self, part: int, group: int) -> pa.Table:
         where, fs = arrow(self.parts[part])
         return pq.ParquetFile(where, filesystem=fs).read_row_group(group)
+
+
+def packed(ids: np.ndarray) -> np.ndarray:
+    """Ids of 20 hexadecimal digits ("S20") as 10 bytes each ("S10"), in the same order when sorted."""
+    digits = ids.view(np.uint8).reshape(len(ids), 20)
+    values = (digits & 15) + 9 * (digits >> 6)
+    return np.ascontiguousarray(values[:, 0::2] << 4 | values[:, 1::2]).view("S10").reshape(len(ids))
 
 
 def _pieces(table: pa.Table, foreign: pa.Array, part: int) -> Iterator[UnitInfo]:

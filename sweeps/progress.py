@@ -5,6 +5,7 @@ Totals come from commits, motion from counters. `status` reads the folder only, 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import sys
@@ -156,20 +157,47 @@ class Progress:
 
 
 class _RemoteLog(io.StringIO):
-    """events.jsonl where nothing can be appended: kept here and put as a whole now and then."""
+    """Events where nothing can be appended: `events-<k>.jsonl`, of which only the last one is put again as it grows."""
 
     def __init__(self, root: Remote):
-        before = (root / "events.jsonl").read_text() if (root / "events.jsonl").exists() else ""
         super().__init__()
-        self.write(before)
-        self._root = root
+        self._root, self._number, self._sent = root, len(_event_files(root)), 0
 
     def upload(self) -> None:
-        store.replace(self._root, "events.jsonl", self.getvalue().encode())
+        content = self.getvalue().encode()
+        if len(content) == self._sent:
+            return
+        store.replace(self._root, f"events-{self._number}.jsonl", content)
+        self._sent = len(content)
+        if self._sent >= EVENT_PART_BYTES:
+            self.seek(0)
+            self.truncate()
+            self._number, self._sent = self._number + 1, 0
 
     def close(self) -> None:
         self.upload()
         super().close()
+
+
+EVENT_PART_BYTES = 256_000
+"""Of an events file on an object store: about what an upload of it costs."""
+
+
+def _event_files(root: Path | Remote) -> list[Path | Remote]:
+    """Oldest first: `events.jsonl`, or on object stores `events-<k>.jsonl`."""
+    parts = [path for path in root.glob("events-*.jsonl") if path.stem[7:].isdigit()]
+    whole = root / "events.jsonl"
+    return [*([whole] if whole.is_file() else []), *sorted(parts, key=lambda path: int(path.stem[7:]))]
+
+
+def events(root: store.Root) -> list[dict[str, Any]]:
+    """Everything that drivers of this folder have noted, oldest first; a line cut off by a crash is left out."""
+    found = []
+    for path in _event_files(place(root)):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return found
 
 
 def status(root: store.Root) -> list[str]:
@@ -207,14 +235,9 @@ def status(root: store.Root) -> list[str]:
 
 
 def _recent_failures(root: Path | Remote, count: int = 3) -> list[str]:
-    try:
-        lines = (root / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
     found = []
-    for line in reversed(lines):
-        if '"failed"' in line or '"lost"' in line or '"stopped"' in line:
-            event = json.loads(line)
+    for event in reversed(events(root)):
+        if event["event"] in ("failed", "lost", "stopped"):
             what = event.get("error") or event.get("reason") or ""
             found.append(
                 f"  {event['time']} {event['event']} {event.get('unit') or event.get('replica') or ''}: {what[:200]}"

@@ -116,9 +116,10 @@ class Replica:
         try:
             return UnitRun(self, unit, trunk_units, attempts).run()
         except Exception as error:
-            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            folder = isinstance(error, OSError)  # outside any cell: the run folder cannot be read or written
+            full = folder and error.errno in (errno.ENOSPC, errno.EDQUOT)
             return {
-                "unit": unit.id, "outcome": "error", "no_space": full, "error": _short(error),
+                "unit": unit.id, "outcome": "error", "no_space": full, "folder": folder, "error": _short(error),
                 "traceback": redact(traceback.format_exc())[-ERROR_CHARS:],
             }  # fmt: skip
         finally:

@@ -97,6 +97,18 @@ class Run(Records):
         return iter(self._commits)
 
     @cached_property
+    def _totals(self) -> tuple[list[tuple[str, str]], dict[str, int]]:
+        """(table, path) of every committed file, and cells by state, from one look at each commit: no id is kept."""
+        files: list[tuple[str, str]] = []
+        done, failed = 0, {}
+        for commit in self.__dict__.get("_commits") or store.list_commits(self.root):
+            files += [(file["table"], file["path"]) for file in commit.files]
+            done += len(commit.cells)
+            failed[commit.unit] = len(commit.failed)
+        still = sum(count for unit, count in failed.items() if f"{unit}.r" not in failed)
+        return files, {"done": done, "failed": still, "pending": self.plan.num_cells - done - still}
+
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes of the grid: columns of `cells`."""
         return tuple(name for name in self.cells.column_names if name not in (*tables.PLAN.names, "donors", "state"))
@@ -106,25 +118,22 @@ class Run(Records):
         """One row per planned cell: plan columns, every axis, and `state`: done | failed | pending. `.to_pandas()`."""
         table = self.plan.table()
         done = pa.array([cell for c in self._commits for cell in c.cells], pa.string())
-        failed = pa.array([cell for c in self._commits for cell in c.failed], pa.string())
+        again = {c.unit for c in self._commits if c.unit.endswith(".r")}
+        failed = [cell for c in self._commits if f"{c.unit}.r" not in again for cell in c.failed]
+        failed = pa.array(failed, pa.string())
         state = pc.if_else(pc.is_in(table["cell"], failed), "failed", "pending")
         return table.append_column("state", pc.if_else(pc.is_in(table["cell"], done), "done", state))
 
     @property
     def counts(self) -> dict[str, int]:
         """Cells by state: done, failed, pending."""
-        failed = {cell for c in self._commits for cell in c.failed}
-        done = 0
-        for commit in self._commits:
-            done += len(commit.cells)
-            failed.difference_update(commit.cells)
-        return {"done": done, "failed": len(failed), "pending": self.plan.num_cells - done - len(failed)}
+        return dict(self._totals[1])
 
     # ---- tables
 
     def files(self, table: str) -> list[str]:
         """Absolute paths of the committed files of messages, records, activations, stats, outcomes or failures."""
-        return [self.full_path(f["path"]) for c in self._commits for f in c.files if f["table"] == table]
+        return [self.full_path(path) for name, path in self._totals[0] if name == table]
 
     def full_path(self, path: str) -> str:
         """The absolute path of a file of this folder. Damaged: it lies outside."""

@@ -7,6 +7,8 @@ exists (a rename would hide that). On object stores a file appears with its whol
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import json
 import os
 import re
@@ -18,7 +20,7 @@ from typing import IO, Any
 
 from interlens.errors import InterlensError
 
-from .places import Remote, place
+from .places import Remote, asking, place
 
 Root = str | Path | Remote
 
@@ -54,7 +56,7 @@ def replace(root: Root, name: str, data: bytes) -> None:
     """Atomically write a derived file that may be rewritten (progress, aggregates, report): never data."""
     final = place(root) / name
     if isinstance(final, Remote):
-        final.fs.pipe_file(final.path, data)
+        final.replace(data)
         return
     with _temporary(Path(str(root)), final) as (out, temporary):
         out.write(data)
@@ -77,16 +79,62 @@ def _temporary(root: Path, final: Path) -> Iterator[tuple[IO[bytes], Path]]:
 
 @contextlib.contextmanager
 def _conditional_put(final: Remote) -> Iterator[IO[bytes]]:
-    """The store itself refuses an existing name, when the upload is completed."""
-    out: Any = final.open("xb")
+    """The store itself refuses an existing name, when the upload is completed.
+
+    A refusal may hide a success: the reply to a put is lost, its client puts again, and finds the name taken by itself.
+    So an object that stands with exactly this content is this one.
+    """
+    out = _Hashed(final)
     try:
-        yield out
+        yield out  # ty: ignore[invalid-yield] (it has of IO what is written to)
     except BaseException:
-        with contextlib.suppress(Exception):
-            out.discard()
-        out.closed = True
+        out.discard()
         raise
-    out.close()
+    try:
+        out.finish()
+    except FileExistsError:
+        if not out.stands():
+            raise
+
+
+class _Hashed(io.RawIOBase):
+    """A file on its way to a store, which remembers what was written."""
+
+    def __init__(self, final: Remote):
+        super().__init__()
+        self._final, self._digest, self._size = final, hashlib.sha256(), 0
+        self._out: Any = final.open("xb")
+
+    def write(self, data: Any) -> int:
+        self._digest.update(data)
+        self._size += len(data)
+        with asking(str(self._final)):
+            return self._out.write(data)
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._size
+
+    def finish(self) -> None:
+        with asking(str(self._final)):
+            self._out.close()
+
+    def discard(self) -> None:
+        with contextlib.suppress(Exception):
+            self._out.discard()
+        self._out.closed = True
+
+    def stands(self) -> bool:
+        """True if the store holds exactly what was written."""
+        if self._final.stat().st_size != self._size:
+            return False
+        digest = hashlib.sha256()
+        with self._final.open("rb") as standing, asking(str(self._final)):
+            while piece := standing.read(1 << 24):
+                digest.update(piece)
+        return digest.digest() == self._digest.digest()
 
 
 def _sync(out: IO[bytes]) -> None:
@@ -191,8 +239,7 @@ _AT_ONCE = 256
 
 def _read_all(paths: list[Any]) -> Iterable[bytes]:
     if paths and isinstance(paths[0], Remote):
-        found = paths[0].fs.cat([path.path for path in paths])
-        return [found[path.path] for path in paths]
+        return paths[0].read_all(paths)
     return (path.read_bytes() for path in paths)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from safetensors.numpy import save
 from .. import store
 from ..config import ClusterConfig
 from ..places import place
-from . import Fit, Sum, build
+from . import Fit, State, Sum, build
 from .directions import save_directions
 from .shards import recompute, recompute_on_ray
 
@@ -38,11 +37,14 @@ def finalize(
 
 def _finished(run: Any, aggregate: Sum, stored: bool) -> dict[str, Any]:
     """The finished sum: of the states that units recorded, or recomputed from what they stored."""
-    states = [dict(state) for state in run.sums(aggregate.name)] if stored else []
-    readable = getattr(aggregate, "reads_state", lambda state: True)
-    if not states or not getattr(aggregate, "streams", True) or not all(map(readable, states)):
-        return aggregate.finish(recompute(run, aggregate))
-    return aggregate.finish(reduce(aggregate.merge, states, aggregate.zero()))
+    streams, readable = getattr(aggregate, "streams", True), getattr(aggregate, "reads_state", lambda state: True)
+    merged: State | None = None
+    for state in map(dict, run.sums(aggregate.name)) if stored and streams else ():
+        if not readable(state):
+            merged = None
+            break
+        merged = aggregate.merge(merged or aggregate.zero(), state)
+    return aggregate.finish(recompute(run, aggregate) if merged is None else merged)
 
 
 def _write(root: store.Root, name: str, result: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

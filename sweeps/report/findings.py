@@ -22,7 +22,7 @@ def sentences(run: Any) -> list[str]:
 def counts(run: Any) -> str:
     """How many cells are done, failed and pending, and over how many items."""
     states = run.counts
-    items = len(run.plan.table(["item"]).column("item").unique())
+    items = run.plan.num_items
     total = sum(states.values())
     line = f"{states['done']} of {total} cells finished, over {plural(items, 'item')}"
     line += f"; {states['failed']} failed" if states["failed"] else "; none failed"

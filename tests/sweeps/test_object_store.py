@@ -1,0 +1,202 @@
+"""A whole run on an object store, over real HTTP: the same cells as on a disk, whatever the store does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from sweeps import driver, progress, store
+from sweeps import run as reader
+from sweeps.places import Remote, place
+from sweeps.verify import verify
+from tests.sweeps.faulty import FaultyStore
+from tests.sweeps.small import build_model, contents, same, settings
+
+
+@pytest.fixture(scope="module")
+def faulty():
+    """An S3 server behind a proxy that a test can make fail; its client tries twice and waits half a second."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    proxy = FaultyStore(*server.get_host_and_port())
+    given = {"AWS_ENDPOINT_URL": proxy.url, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
+             "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "2"}  # fmt: skip
+    before = {key: os.environ.get(key) for key in given}
+    os.environ.update(given)
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    patient, s3fs.S3FileSystem.read_timeout = s3fs.S3FileSystem.read_timeout, 0.5
+    s3fs.S3FileSystem().mkdir("runs")
+    yield proxy
+    s3fs.S3FileSystem.read_timeout = patient
+    s3fs.S3FileSystem.clear_instance_cache()
+    proxy.close()
+    server.stop()
+    for key, value in before.items():
+        os.environ.pop(key) if value is None else os.environ.update({key: value})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return build_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert driver.run(settings(model), folder) == 0
+    return contents(folder)
+
+
+@pytest.fixture
+def url(faulty, tmp_path):
+    return f"s3://runs/{tmp_path.name}"
+
+
+def is_whole(url, undisturbed):
+    assert verify(url, deep=True).ok
+    same(contents(url), undisturbed)
+
+
+COMMAND = """
+import sys
+from sweeps import driver
+from tests.sweeps.small import settings
+sys.exit(driver.run(settings(sys.argv[1], unit_cells=2), sys.argv[2]))
+"""
+
+
+def command(model, url, **env):
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), **env}
+    return subprocess.run([sys.executable, "-c", COMMAND, str(model), url], env=environment, check=False).returncode
+
+
+def test_a_killed_driver_is_continued_there_by_the_same_command(model, url, undisturbed):
+    assert command(model, url, SWEEPS_FAILPOINTS="writer.before_commit=kill@3") == -9
+    first = {commit.unit: commit for commit in store.list_commits(url)}
+    assert len(first) == 2
+    assert driver.run(settings(model, unit_cells=2), url) == 0
+    after = {commit.unit: commit for commit in store.list_commits(url)}
+    assert first == {unit: after[unit] for unit in first}, "what was committed stands"
+    is_whole(url, undisturbed)
+    assert [e["event"] for e in progress.events(url)].count("complete") == 1
+    assert driver.run(settings(model, unit_cells=2), url) == 0
+    assert driver.run(settings(model, seeds=3, unit_cells=2), url) == 0
+    assert reader.open(url).counts == {"done": 18, "failed": 0, "pending": 0}
+    assert driver.run(settings(model, seeds=1), url) == 5
+
+
+def every(number, fault, method="PUT"):
+    """This fault at every so many requests of one method."""
+    seen = []
+
+    def choose(_, given, path, headers):
+        seen.extend([path] * (given == method))
+        return fault if given == method and len(seen) % number == 0 else None
+
+    return choose
+
+
+@pytest.mark.parametrize("fault", [every(4, "503"), every(5, "503", "GET"), every(3, "lost"), every(9, "hang")])
+def test_a_store_that_fails_now_and_then_changes_nothing(faulty, model, url, undisturbed, fault):
+    with faulty.failing(fault):
+        assert driver.run(settings(model), url) == 0
+        assert sum(faulty.met.values()) >= 3
+    is_whole(url, undisturbed)
+    assert reader.open(url).table("failures").num_rows == 0
+
+
+def test_a_lost_reply_to_a_commit_is_a_success(faulty, model, url, undisturbed):
+    """Every commit is stored and its reply lost: the client's second put is refused, and what stands decides."""
+    lost = set()
+
+    def fault(number, method, path, headers):
+        if method == "PUT" and "/_commits/" in path and path not in lost:
+            assert headers["If-None-Match"] == "*"
+            lost.add(path)
+            return "lost"
+        return None
+
+    with faulty.failing(fault):
+        assert driver.run(settings(model), url) == 0
+    assert len(lost) == 3 and verify(url, deep=True).notes == []
+    is_whole(url, undisturbed)
+
+
+def test_a_store_that_is_away_ends_the_run_in_bounded_time_and_the_same_command_continues(
+    faulty, model, url, undisturbed, monkeypatch, capsys
+):  # fmt: skip
+    monkeypatch.setattr(driver, "MAX_FOLDER_ERRORS", 2)
+
+    def away(number, method, path, headers):
+        return "503" if method == "PUT" and path.startswith(f"/{place(url).path}/messages/") else None
+
+    with faulty.failing(away):
+        assert driver.run(settings(model), url) == 1
+    said = capsys.readouterr().err
+    assert "the run folder failed 2 times without a commit between" in said and "come back later" in said
+    assert list(store.list_commits(url)) == [], "nothing was split or failed for it"
+    assert driver.run(settings(model), url) == 0
+    is_whole(url, undisturbed)
+
+
+def test_a_store_that_is_away_at_the_start_is_one_line(faulty, model, url, capsys):
+    with faulty.failing(lambda *request: "503"):
+        assert driver.run(settings(model), url) == 1
+    said = capsys.readouterr().err
+    assert "come back later" in said and "Traceback" not in said
+
+
+def test_a_long_silence_is_said(faulty, url, monkeypatch, capfd):
+    monkeypatch.setattr("sweeps.places.SLOW_S", 0.1)
+    with faulty.failing(every(1, "hang")), pytest.raises(OSError, match=r"a\.json"):
+        store.write_new(url, "a.json", b"1")
+    assert f"no answer for 0 s about {url}/a.json" in capfd.readouterr().err
+
+
+def test_the_same_content_twice_is_one_success_and_other_content_is_refused(faulty, url):
+    store.write_new(url, "a.json", b"1")
+    store.write_new(url, "a.json", b"1")
+    with pytest.raises(FileExistsError):
+        store.write_new(url, "a.json", b"2")
+
+
+def test_events_are_put_in_parts(faulty, url, monkeypatch):
+    monkeypatch.setattr(progress, "EVENT_PART_BYTES", 1000)
+    sent = []
+
+    def watch(number, method, path, headers):
+        sent.extend([int(headers["Content-Length"])] * (method == "PUT"))
+
+    with faulty.failing(watch):
+        for first in (0, 50):
+            log = progress.Progress(url, "none", interval_s=0.0)
+            for number in range(first, first + 50):
+                log.event("tick", number=number)
+                log.update(progress.Snapshot(), now=number % 2 == 0)
+            log.close()
+    assert [e["number"] for e in progress.events(url)] == list(range(100))
+    parts = list(Remote(url).glob("events-*.jsonl"))
+    assert len(parts) > 5 and max(sent) < 1500, "no upload grows with the run"
+    assert json.loads(parts[0].read_text().splitlines()[0])["number"] == 0
+
+
+def test_failed_cells_are_retried_there(model, url):
+    from tests.sweeps.small import Switch
+
+    Switch.fail_item = "i1"
+    try:
+        assert driver.run(settings(model), url) == 3
+    finally:
+        Switch.fail_item = None
+    again = settings(model)
+    assert driver.run(replace(again, run=replace(again.run, retry_failed=True)), url) == 0
+    assert verify(url, deep=True).ok and reader.open(url).counts["done"] == 12
