@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from interlens.interp.steering import SteeringSpec
     from interlens.loading import Loaded
     from interlens.message import Message
+    from interlens.participants import APIParticipant
 
     from .judges import Judge
 
@@ -31,6 +33,8 @@ class Models:
     def __init__(self, config: SweepConfig):
         self._config = config
         self._loaded: dict[str, Loaded] = {}
+        self._apis: dict[tuple, APIParticipant] = {}
+        self._lock = threading.Lock()
 
     def of(self, config: SweepConfig, participant: ParticipantConfig) -> Loaded:
         """The model of a local participant, with its adapter attached."""
@@ -55,6 +59,35 @@ class Models:
             if participant.is_local:
                 self.of(config, participant)
         judges.make(config, self)
+
+    def api(self, name: str, given: ParticipantConfig, **options: Any) -> APIParticipant:
+        """An API participant; those of one model share their connection, its limit in flight and what they used."""
+        from interlens.participants import APIParticipant
+        from interlens.participants.api import Prices
+
+        key = (given.provider or "openai", given.model, given.base_url)
+        with self._lock:
+            if key not in self._apis:
+                told = given.prices
+                prices = Prices(prompt=told.prompt, completion=told.completion) if told else None
+                self._apis[key] = APIParticipant(
+                    name, given.model or "", provider=key[0], base_url=given.base_url, prices=prices,
+                    max_in_flight=given.max_in_flight, timeout_s=given.timeout_s,
+                )  # fmt: skip
+            made = self._apis[key].clone()
+        for option, value in {"name": name, **options}.items():
+            setattr(made, option, value)
+        return made
+
+    def stop(self) -> None:
+        """Ask no API any more."""
+        for api in self._apis.values():
+            api.stop()
+
+    @property
+    def cost(self) -> float:
+        """Dollars that API participants have used so far, failed cells included."""
+        return sum(api.usage.cost for api in self._apis.values())
 
     def facts(self) -> dict[str, dict[str, str]]:
         """Model name -> hashes of its weights and chat template, and its dtype."""
@@ -146,10 +179,7 @@ class Setting:
         }
         if given.kind == "api":
             kept = {key: sampling[key] for key in ("temperature", "top_p", "max_new_tokens")}
-            return participants.APIParticipant(
-                name, given.model or "", provider=given.provider or "openai", base_url=given.base_url,
-                system_prompt=system, **kept,
-            )  # fmt: skip
+            return self.models.api(name, given, system_prompt=system, **kept)
         loaded = self.models.of(self.config, given)
         return participants.AutoModelParticipant.from_model(
             loaded.model, loaded.tokenizer, name=name, system_prompt=system, thinking=given.thinking, seed=given.seed,

@@ -43,6 +43,14 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PricesConfig:
+    """Dollars per million tokens."""
+
+    prompt: float
+    completion: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParticipantConfig:
     """Who speaks. Exactly the options of an `interlens` participant."""
 
@@ -63,6 +71,12 @@ class ParticipantConfig:
     provider: str | None = None
     """For kind api: openai | anthropic | openrouter; the model's id there is `model`."""
     base_url: str | None = None
+    prices: PricesConfig | None = field(default=None, metadata={"identity": False})
+    """For kind api: what `run.max_cost` counts by."""
+    max_in_flight: int = field(default=8, metadata={"identity": False})
+    """For kind api: requests at once, per replica, to one model of one provider."""
+    timeout_s: float = field(default=60.0, metadata={"identity": False})
+    """For kind api: of one request."""
     seed: int | None = None
 
     @property
@@ -265,6 +279,8 @@ class RunConfig:
     """continue | fail_fast."""
     max_failures: int | None = None
     max_hours: float | None = None
+    max_cost: float | None = None
+    """Dollars that API participants may cost in all, over all drivers of this folder."""
     force: bool = False
     progress: str = "auto"
     """auto | rich | plain | none."""

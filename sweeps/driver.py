@@ -128,6 +128,8 @@ class Driver:
         self._signal: str | None = None
         self._started = time.monotonic()
         self._tokens: dict[str, int] = {}
+        self._costs: dict[str, float] = {}
+        """Dollars by replica; "" are commits of earlier drivers."""
         self._held_before = self._failed_before = 0
         self._last_rate = (self._started, 0)
         self._counted = 0.0
@@ -179,6 +181,7 @@ class Driver:
             crew = Crew(executor, cluster)
             try:
                 while not self.ledger.complete:
+                    self._check_stops(crew)
                     crew.tend(self.ledger.open_by_cast())
                     self._dispatch(crew)
                     for event in executor.events(0.5):
@@ -199,6 +202,7 @@ class Driver:
             self.ledger.reopen(units, part)
         for commit in sorted(store.list_commits(self.root), key=lambda c: c.unit.count(".")):
             self.snapshot.bytes += _bytes(commit)
+            self._costs[""] = self._costs.get("", 0.0) + commit.counters.get("cost", 0.0)
             self._close(commit)
 
     def _dispatch(self, crew: Crew) -> None:
@@ -340,6 +344,7 @@ class Driver:
             counters = crew.executor.counters()
             for replica, values in counters.items():
                 self._tokens[replica] = values.get("tokens", 0)
+                self._costs[replica] = values.get("cost", 0.0)
             for member in crew.watch(counters):
                 self._stalled(member.name, crew)
             self._measure(now, crew, counters)
@@ -367,6 +372,7 @@ class Driver:
         snapshot.underway = sum(sum(v.get("turns", {}).values()) for v in counters.values())
         new = max(ledger.num_held - self._held_before, 0) + snapshot.underway
         snapshot.cells_per_s = new / max(snapshot.elapsed_s, 1e-9)
+        snapshot.cost = sum(self._costs.values())
         snapshot.finished = sum(sum(v.get("cells", {}).values()) for v in counters.values())
         snapshot.utilisation = {name: dict(v["seconds"]) for name, v in counters.items() if "seconds" in v}
         since, tokens = self._last_rate
@@ -379,7 +385,7 @@ class Driver:
         return {
             "cells_committed": s.held, "cells_failed": s.failed, "cells_pending": s.pending,
             "tokens_generated": s.tokens, "tokens_per_s": s.tokens_per_s, "bytes_written": s.bytes,
-            "replicas_ready": s.replicas_ready, "replica_deaths": s.replica_deaths,
+            "replicas_ready": s.replicas_ready, "replica_deaths": s.replica_deaths, "api_cost": s.cost,
         }  # fmt: skip
 
     # ---- ends
@@ -398,6 +404,9 @@ class Driver:
             raise Stop(4, f"{new_failures} cells failed, more than run.max_failures={settings.max_failures}")
         if settings.max_hours is not None and time.monotonic() - self._started > settings.max_hours * 3600:
             raise Stop(4, f"run.max_hours={settings.max_hours:g} is over")
+        spent = sum(self._costs.values())
+        if settings.max_cost is not None and spent >= settings.max_cost:
+            raise Stop(4, f"${spent:.2f} of run.max_cost=${settings.max_cost:g} are spent; raise it to go on")
         if reason := crew.hopeless():
             raise Stop(1, reason)
         if self.ledger.stuck:

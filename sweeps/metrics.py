@@ -9,4 +9,5 @@ METRICS = {
     "bytes_written": "Bytes of committed files.",
     "replicas_ready": "Replicas that are loaded and take units.",
     "replica_deaths": "Replicas lost since the driver started.",
+    "api_cost": "Dollars that API participants have cost, as far as prices are given.",
 }

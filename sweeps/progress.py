@@ -44,6 +44,8 @@ class Snapshot:
     cells_per_s: float = 0.0
     """Committed or under way, since this driver started."""
     bytes: int = 0
+    cost: float = 0.0
+    """Dollars, of API participants with prices."""
     elapsed_s: float = 0.0
     utilisation: dict[str, dict[str, float]] | None = None
     """Replica -> seconds in forward, in writing, waiting."""
@@ -72,6 +74,8 @@ class Snapshot:
         if self.failed:
             parts.append(f"{self.failed} failed")
         parts += [f"{self.tokens_per_s:.0f} tokens/s", f"{self.bytes / 1e6:.1f} MB"]
+        if self.cost:
+            parts.append(f"${self.cost:.2f}")
         parts.append(f"{self.replicas_ready}/{self.replicas_wanted} replicas")
         if self.eta_s is not None:
             parts.append(f"about {_duration(self.eta_s)} left")

@@ -135,12 +135,13 @@ class Replica:
         turns = {unit: round(taken.cells_worth, 2) for unit, taken in list(self.turns.items())}
         return {
             "units": dict(self.ticks), "cells": dict(self.cells), "turns": turns, "tokens": self.tokens,
-            "seconds": seconds,
+            "seconds": seconds, "cost": self.models.cost,
         }  # fmt: skip
 
     def stop(self) -> None:
         """Let every unit in flight commit what is complete and hand over the rest."""
         self.stopping.set()
+        self.models.stop()
 
     def setting(self, part: int, condition: dict[str, Any]) -> Setting:
         """A condition resolved, once."""
@@ -184,6 +185,7 @@ class UnitRun:
         """Donor -> what it left for its recipients, until all of them are done."""
         self.left_trunks = {trunk.id: trunk for trunk in unit.trunks if trunk.id not in trunk_units}
         self.tokens = self.num_held = self.num_failed = 0
+        self.cost = 0.0
         self.first_error = ""
         scenario = base.config.scenario
         planned = len(self.left_trunks) * scenario.trunk.turns + len(self.left) * scenario.branch.turns
@@ -296,6 +298,7 @@ class UnitRun:
         if turn.message is not None:
             generated = int(turn.message.metadata.get("n_tokens", 0))
             self.tokens += generated
+            self.cost += turn.message.metadata.get("api", {}).get("cost", 0.0)
             self.replica.tokens += generated
         if not asked or cell is None:
             return turn.records
@@ -384,6 +387,8 @@ class UnitRun:
     # ---- outcomes
 
     def _finished(self, done: Any) -> None:
+        if done.error is not None and self.replica.stopping.is_set():
+            raise Stopped  # a stop cuts requests short; no cell fails by it
         begun = time.monotonic()
         if isinstance(done.tag, Trunk):
             self._trunk_done(done)
@@ -465,7 +470,7 @@ class UnitRun:
         for name, state in self.states.items():
             self.writer.add_sums(name, state)
         begun = time.monotonic()
-        outcome = self.writer.commit(children=children, counters={"tokens": self.tokens})
+        outcome = self.writer.commit(children=children, counters={"tokens": self.tokens, "cost": round(self.cost, 6)})
         self.replica.seconds["writing"] += time.monotonic() - begun
         reach("replica.finished")
         return {**ack, "outcome": outcome, "children": len(children), "first_error": self.first_error[:300]}

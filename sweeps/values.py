@@ -17,6 +17,7 @@ LEAST = {
     ("cluster", "replicas"): 1, ("cluster", "rows"): 1, ("cluster", "in_flight"): 1, ("cluster", "threads"): 1,
     ("cluster", "max_deaths"): 1, ("cluster", "num_cpus"): 0, ("cluster", "num_gpus"): 0,
     ("cluster", "object_store_memory"): 80_000_000, ("run", "max_failures"): 0, ("run", "max_hours"): 0,
+    ("run", "max_cost"): 0,
     ("plan", "unit_cells"): 1, ("report", "transcripts"): 0,
 }  # fmt: skip
 """(section, key) -> least value; Ray starts no object store below 75 MiB."""
@@ -49,6 +50,8 @@ def check_scenario(scenario: ScenarioConfig) -> None:
             raise ConfigError(f"{at}.model is missing; give an embedded name (smollm2), a hub id or a folder")
         if p.base_url and redact(p.base_url) != p.base_url:
             raise ConfigError(f"{at}.base_url holds a secret; give it in the provider's environment variable instead")
+        if p.max_in_flight < 1 or p.timeout_s <= 0:
+            raise ConfigError(f"{at}.max_in_flight must be at least 1 and timeout_s above 0")
         if p.kind == "scripted" and not p.lines:
             raise ConfigError(f"{at}.lines is empty; a scripted participant needs what it says")
         _sampling(at, p)
@@ -94,6 +97,12 @@ def check_choices(config: SweepConfig) -> None:
         value = getattr(getattr(config, section), key)
         if value is not None and value < least:
             raise ConfigError(f"{section}.{key} is {value:g}; it must be at least {least:,}".replace(",", " "))
+    free = [name for name, p in config.scenario.participants.items() if p.kind == "api" and p.prices is None]
+    if config.run.max_cost is not None and free:
+        raise ConfigError(
+            f"run.max_cost is {config.run.max_cost:g} dollars, and every API participant needs prices: "
+            f"{{prompt: ..., completion: ...}} (dollars per million tokens) to count by; without: {', '.join(free)}"
+        )
     for section, key in ABOVE_ZERO:
         if (value := getattr(getattr(config, section), key)) <= 0:
             raise ConfigError(f"{section}.{key} is {value:g}; it must be above 0 seconds")

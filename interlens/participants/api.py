@@ -92,6 +92,10 @@ class APIParticipant(Participant):
         other.extra = dict(self.extra)
         return other
 
+    def stop(self) -> None:
+        """Send nothing more, for this participant and its clones; what waits for its turn fails with APIFailed."""
+        self._line.stopped = True
+
     def needs(self) -> str:
         where = f" at {self.base_url}" if self.base_url else ""
         return f"API {self.provider}, model {self.model_id!r}{where}, and its key"
@@ -165,6 +169,8 @@ class APIParticipant(Participant):
             self._check_budget()
             try:
                 with line.slots:
+                    if line.stopped:
+                        raise APIFailed(f"{self.name!r} was told to ask no more")
                     client = line.client(
                         lambda key: provider.client(api_key=key, base_url=self.base_url, timeout_s=self.timeout_s)
                     )
@@ -213,6 +219,7 @@ class _Line:
 
     def __init__(self, api_key: str | None, max_in_flight: int):
         self.slots = threading.BoundedSemaphore(max_in_flight)
+        self.stopped = False
         self.lock = threading.Lock()
         self.pause: Callable[[float], None] = time.sleep
         self._api_key, self._client = api_key, None

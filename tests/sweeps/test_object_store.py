@@ -49,10 +49,15 @@ def model(tmp_path_factory):
     return build_model(tmp_path_factory.mktemp("model"))
 
 
+def small(model, *, seeds=2, **changes):
+    """Two items, eight cells, two units."""
+    return settings(model, num_items=2, seeds=seeds, **changes)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert driver.run(settings(model), folder) == 0
+    assert driver.run(small(model), folder) == 0
     return contents(folder)
 
 
@@ -70,7 +75,7 @@ COMMAND = """
 import sys
 from sweeps import driver
 from tests.sweeps.small import settings
-sys.exit(driver.run(settings(sys.argv[1], unit_cells=2), sys.argv[2]))
+sys.exit(driver.run(settings(sys.argv[1], num_items=2, unit_cells=2), sys.argv[2]))
 """
 
 
@@ -80,36 +85,38 @@ def command(model, url, **env):
 
 
 def test_a_killed_driver_is_continued_there_by_the_same_command(model, url, undisturbed):
-    assert command(model, url, SWEEPS_FAILPOINTS="writer.before_commit=kill@3") == -9
+    assert command(model, url, SWEEPS_FAILPOINTS="writer.before_commit=kill@2") == -9
     first = {commit.unit: commit for commit in store.list_commits(url)}
-    assert len(first) == 2
-    assert driver.run(settings(model, unit_cells=2), url) == 0
+    assert len(first) == 1
+    assert driver.run(small(model, unit_cells=2), url) == 0
     after = {commit.unit: commit for commit in store.list_commits(url)}
     assert first == {unit: after[unit] for unit in first}, "what was committed stands"
     is_whole(url, undisturbed)
     assert [e["event"] for e in progress.events(url)].count("complete") == 1
-    assert driver.run(settings(model, unit_cells=2), url) == 0
-    assert driver.run(settings(model, seeds=3, unit_cells=2), url) == 0
-    assert reader.open(url).counts == {"done": 18, "failed": 0, "pending": 0}
-    assert driver.run(settings(model, seeds=1), url) == 5
+    assert driver.run(small(model, unit_cells=2), url) == 0
+    assert driver.run(small(model, seeds=3, unit_cells=2), url) == 0
+    assert reader.open(url).counts == {"done": 12, "failed": 0, "pending": 0}
+    assert driver.run(small(model, seeds=1), url) == 5
 
 
-def every(number, fault, method="PUT"):
-    """This fault at every so many requests of one method."""
+def every(number, fault, method="PUT", times=4):
+    """This fault at every so many requests of one method, so many times (each costs its client half a second)."""
     seen = []
 
     def choose(_, given, path, headers):
         seen.extend([path] * (given == method))
-        return fault if given == method and len(seen) % number == 0 else None
+        met = given == method and len(seen) % number == 0 and len(seen) <= number * times
+        return fault if met else None
 
     return choose
 
 
-@pytest.mark.parametrize("fault", [every(4, "503"), every(5, "503", "GET"), every(3, "lost"), every(9, "hang")])
+@pytest.mark.parametrize("fault", [every(4, "503"), every(20, "503", "GET"), every(3, "lost"), every(9, "hang", times=2)],
+                         ids=["503 to a put", "503 to a get", "lost replies", "silence"])  # fmt: skip
 def test_a_store_that_fails_now_and_then_changes_nothing(faulty, model, url, undisturbed, fault):
     with faulty.failing(fault):
-        assert driver.run(settings(model), url) == 0
-        assert sum(faulty.met.values()) >= 3
+        assert driver.run(small(model), url) == 0
+        assert sum(faulty.met.values()) >= 2
     is_whole(url, undisturbed)
     assert reader.open(url).table("failures").num_rows == 0
 
@@ -126,8 +133,8 @@ def test_a_lost_reply_to_a_commit_is_a_success(faulty, model, url, undisturbed):
         return None
 
     with faulty.failing(fault):
-        assert driver.run(settings(model), url) == 0
-    assert len(lost) == 3 and verify(url, deep=True).notes == []
+        assert driver.run(small(model), url) == 0
+    assert len(lost) == 2 and verify(url, deep=True).notes == []
     is_whole(url, undisturbed)
 
 
@@ -140,24 +147,24 @@ def test_a_store_that_is_away_ends_the_run_in_bounded_time_and_the_same_command_
         return "503" if method == "PUT" and path.startswith(f"/{place(url).path}/messages/") else None
 
     with faulty.failing(away):
-        assert driver.run(settings(model), url) == 1
+        assert driver.run(small(model), url) == 1
     said = capsys.readouterr().err
     assert "the run folder failed 2 times without a commit between" in said and "come back later" in said
     assert list(store.list_commits(url)) == [], "nothing was split or failed for it"
-    assert driver.run(settings(model), url) == 0
+    assert driver.run(small(model), url) == 0
     is_whole(url, undisturbed)
 
 
 def test_a_store_that_is_away_at_the_start_is_one_line(faulty, model, url, capsys):
     with faulty.failing(lambda *request: "503"):
-        assert driver.run(settings(model), url) == 1
+        assert driver.run(small(model), url) == 5
     said = capsys.readouterr().err
     assert "come back later" in said and "Traceback" not in said
 
 
 def test_a_long_silence_is_said(faulty, url, monkeypatch, capfd):
     monkeypatch.setattr("sweeps.places.SLOW_S", 0.1)
-    with faulty.failing(every(1, "hang")), pytest.raises(OSError, match=r"a\.json"):
+    with faulty.failing(every(1, "hang", times=99)), pytest.raises(OSError, match=r"a\.json"):
         store.write_new(url, "a.json", b"1")
     assert f"no answer for 0 s about {url}/a.json" in capfd.readouterr().err
 
@@ -170,22 +177,23 @@ def test_the_same_content_twice_is_one_success_and_other_content_is_refused(faul
 
 
 def test_events_are_put_in_parts(faulty, url, monkeypatch):
-    monkeypatch.setattr(progress, "EVENT_PART_BYTES", 1000)
+    monkeypatch.setattr(progress, "EVENT_PART_BYTES", 500)
     sent = []
 
     def watch(number, method, path, headers):
-        sent.extend([int(headers["Content-Length"])] * (method == "PUT"))
+        if method == "PUT":
+            sent.append(int(headers["Content-Length"]))
 
     with faulty.failing(watch):
-        for first in (0, 50):
+        for first in (0, 20):
             log = progress.Progress(url, "none", interval_s=0.0)
-            for number in range(first, first + 50):
+            for number in range(first, first + 20):
                 log.event("tick", number=number)
                 log.update(progress.Snapshot(), now=number % 2 == 0)
             log.close()
-    assert [e["number"] for e in progress.events(url)] == list(range(100))
+    assert [e["number"] for e in progress.events(url)] == list(range(40))
     parts = list(Remote(url).glob("events-*.jsonl"))
-    assert len(parts) > 5 and max(sent) < 1500, "no upload grows with the run"
+    assert len(parts) > 5 and max(sent) < 900, "no upload grows with the run"
     assert json.loads(parts[0].read_text().splitlines()[0])["number"] == 0
 
 
@@ -194,9 +202,9 @@ def test_failed_cells_are_retried_there(model, url):
 
     Switch.fail_item = "i1"
     try:
-        assert driver.run(settings(model), url) == 3
+        assert driver.run(small(model), url) == 3
     finally:
         Switch.fail_item = None
-    again = settings(model)
+    again = small(model)
     assert driver.run(replace(again, run=replace(again.run, retry_failed=True)), url) == 0
-    assert verify(url, deep=True).ok and reader.open(url).counts["done"] == 12
+    assert verify(url, deep=True).ok and reader.open(url).counts["done"] == 8
