@@ -84,6 +84,7 @@ def command(model, url, **env):
     return subprocess.run([sys.executable, "-c", COMMAND, str(model), url], env=environment, check=False).returncode
 
 
+@pytest.mark.slow
 def test_a_killed_driver_is_continued_there_by_the_same_command(model, url, undisturbed):
     assert command(model, url, SWEEPS_FAILPOINTS="writer.before_commit=kill@2") == -9
     first = {commit.unit: commit for commit in store.list_commits(url)}
@@ -111,6 +112,7 @@ def every(number, fault, method="PUT", times=4):
     return choose
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [every(4, "503"), every(20, "503", "GET"), every(3, "lost"), every(9, "hang", times=2)],
                          ids=["503 to a put", "503 to a get", "lost replies", "silence"])  # fmt: skip
 def test_a_store_that_fails_now_and_then_changes_nothing(faulty, model, url, undisturbed, fault):
