@@ -17,6 +17,8 @@ from .message import Message
 from .participants.base import Participant
 from .policies.communication import CommunicationPolicy, RoundRobinPolicy
 from .policies.context import ContextPolicy, ErrorPolicy
+from .policies.hooks import copies
+from .policies.read_only import read_only
 from .policies.stopping import StopCondition, condition
 from .policies.templating import fill, needs_row
 from .policies.visibility import ReasoningVisibility
@@ -173,15 +175,15 @@ class Conversation:
         self.stop_reason, self.conditions = None, [stop] if stop else []
         if prompt is not None:
             self.transcript.append(self.moderator_name, prompt)
-        taken, message = 0, None
+        taken, message, watched = 0, None, read_only(self)
         try:
             while True:
-                self.stop_reason = (stop.check(self, message) if stop else None) or (
+                self.stop_reason = (stop.check(watched, message and message.copy()) if stop else None) or (
                     f"{taken} turns" if turns is not None and taken >= turns else None
                 )
                 if self.stop_reason:
                     return
-                name, speaker = speaker or self.communication.next_speaker(self), None
+                name, speaker = speaker or self.communication.next_speaker(watched), None
                 message = (yield from self.turn(name)).message
                 taken += 1
         finally:
@@ -235,7 +237,7 @@ class Conversation:
         self.transcript.append(message)
         self.turns_taken += 1
         self._calls = self._denied_call = 0
-        self.communication.spoken(self, message)
+        self.communication.spoken(read_only(self), message.copy())
 
     # -- looking ------------------------------------------------------------------------------------------------------
     @contextmanager
@@ -322,7 +324,7 @@ class Conversation:
         other.transcript = self.transcript.copy()
         other.context_policy = copy.deepcopy(self.context_policy)
         other.communication = copy.deepcopy(self.communication)
-        other.message_hooks = copy.deepcopy(self.message_hooks)
+        other.message_hooks = copies(self.message_hooks)
         other.capturing, other.conditions, other.heard = [], [], {}
         other._calls = self._denied_call
         if seed is not None:
@@ -363,7 +365,7 @@ class Conversation:
 
     def _changed(self) -> None:
         self._calls = self._denied_call = 0
-        self.communication.rewound(self)
+        self.communication.rewound(read_only(self))
 
     def _open(self, demand: bool = False) -> None:
         """Message 0, as soon as it can be filled."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ class Message:
 
     def copy(self, **changes: Any) -> Message:
         """A copy with its own metadata. Changing author or content forgets the recorded tokens."""
+        if not changes.keys() <= self.__dataclass_fields__.keys():
+            raise TypeError(f"a message has {', '.join(self.__dataclass_fields__)}; not {', '.join(changes)}")
         if changes.get("content", self.content) != self.content or changes.get("author", self.author) != self.author:
             changes = {"fed": None, "records": (), **changes}
-        return replace(self, **{"metadata": dict(self.metadata), **changes})
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, **{"metadata": dict(self.metadata), **changes})
+        return other

@@ -43,6 +43,9 @@ class Transcript(MutableSequence[Message]):
     def __iter__(self) -> Iterator[Message]:
         return iter(self._messages)
 
+    def __reversed__(self) -> Iterator[Message]:
+        return reversed(self._messages)
+
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Transcript):
             return self._messages == other._messages

@@ -116,6 +116,7 @@ def take(
 ) -> Generator[Work, Any, Turn]:
     """One turn of `speaker`. `extra`: messages that are seen as if they came after the transcript (for samples)."""
     from .policies.hooks import review
+    from .policies.read_only import read_only
     from .policies.stopping import least
     from .views.view import build
 
@@ -130,7 +131,7 @@ def take(
     )
     if options.forced is not None:
         options = replace(options, max_new_tokens=len(options.forced))
-    limit = least((options.max_new_tokens, *(c.turn_limit(conversation) for c in conversation.conditions)))
+    limit = least((options.max_new_tokens, *(c.turn_limit(read_only(conversation)) for c in conversation.conditions)))
     if limit is not None:
         own = getattr(speaker, "max_new_tokens", None) if options.max_new_tokens is None else options.max_new_tokens
         options = replace(options, max_new_tokens=least((limit, own)))
@@ -145,7 +146,7 @@ def take(
     records = list(message.records)
     message = message.copy(records=())
     if commit:
-        kept = review(conversation.message_hooks, message, conversation)
+        kept = review(conversation.message_hooks, message, read_only(conversation))
         if kept is None:
             conversation.denied()
             denied = message.copy(metadata={**message.metadata, "finish_reason": "denied"})
@@ -204,6 +205,7 @@ def check_places(spec: CaptureSpec, participant: Participant) -> None:
 def fit(conversation: Conversation, speaker: Participant, view: View, request: TurnRequest) -> Steps:
     """The view, made to fit the context limit by the conversation's policy."""
     from .policies.context import Room
+    from .policies.read_only import read_only
 
     limits = (conversation.context_limit, getattr(speaker, "context_limit", None))
     limit = min((n for n in limits if n is not None), default=None)
@@ -213,7 +215,8 @@ def fit(conversation: Conversation, speaker: Participant, view: View, request: T
     budget = request.options.max_new_tokens
     room = Room(
         count=local.count_tokens, limit=limit if limit is not None else sys.maxsize, participant=speaker,
-        budget=local.max_new_tokens if budget is None else budget, request=request, conversation=conversation,
+        budget=local.max_new_tokens if budget is None else budget, request=request,
+        conversation=read_only(conversation),
     )  # fmt: skip
     return (yield from conversation.context_policy.fit(view, room))
 

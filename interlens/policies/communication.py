@@ -33,7 +33,7 @@ class CommunicationPolicy:
 
 
 def _next_in(order: Sequence[str], conversation: Conversation, first: str | None) -> str:
-    spoke = next((m.author for m in reversed(list(conversation.transcript)) if m.author in order), None)
+    spoke = next((m.author for m in reversed(conversation.transcript) if m.author in order), None)
     if spoke is None:
         return first if first is not None else order[0]
     return order[(order.index(spoke) + 1) % len(order)]

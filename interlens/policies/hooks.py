@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +37,30 @@ def edit(message: Message) -> Verdict:
 
 
 class MessageHook:
-    """Sees every message of a step before it is committed. Hooks run in order; each sees what the last one left."""
+    """Sees every message of a step before it is committed. Hooks run in order; each sees what the last one left.
+
+    A conversation uses the very hook it was given; a branch, and each conversation of a rollout, uses a copy with the
+    state of that moment. A hook that all of them shall share has a `__deepcopy__` that returns `self`; functions are
+    shared anyway.
+    """
 
     def review(self, message: Message, conversation: Conversation) -> Verdict:
+        """`message` is a copy; `conversation` can be read only (see `read_only`)."""
         raise NotImplementedError
+
+
+def copies(hooks: list[Any]) -> list[Any]:
+    """The hooks of a branch."""
+    made = []
+    for hook in hooks:
+        try:
+            made.append(copy.deepcopy(hook))
+        except Exception as error:
+            raise TypeError(
+                f"{hook!r} cannot be copied for a branch ({error}); give it a __deepcopy__, which may return self to "
+                "share it"
+            ) from error
+    return made
 
 
 def review(hooks: list[Any], message: Message, conversation: Conversation) -> Message | None:

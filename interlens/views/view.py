@@ -87,6 +87,7 @@ def build(conversation: Conversation, participant: Participant, extra: Sequence[
 
     `extra`: messages that are not in the transcript but are seen as if they came next.
     """
+    from ..policies.read_only import read_only
     from ..policies.templating import fill
 
     row, visibility = conversation.row, str(conversation.reasoning_visibility)
@@ -101,10 +102,11 @@ def build(conversation: Conversation, participant: Participant, extra: Sequence[
     for index, message in enumerate(extra, start):
         if _hears(conversation, index, message, participant.name):
             messages.append(_seen(message, index, participant.name, visibility))
+    given = conversation.communication.tools(read_only(conversation), participant.name)
     return View(
         pov=participant.name, messages=tuple(messages), speakers=tuple(p.name for p in conversation.participants),
         moderator=conversation.moderator_name, branch_start=conversation.branch_start,
-        tools=(*getattr(participant, "tools", ()), *conversation.communication.tools(conversation, participant.name)),
+        tools=(*getattr(participant, "tools", ()), *given),
     )  # fmt: skip
 
 
@@ -142,7 +144,11 @@ def _heard(conversation: Conversation, name: str, visibility: str) -> list[ViewM
 
 
 def _hears(conversation: Conversation, index: int, message: Message, name: str) -> bool:
-    return message.author == name or conversation.communication.visible(conversation, index, message, name)
+    from ..policies.read_only import read_only
+
+    if message.author == name:
+        return True
+    return conversation.communication.visible(read_only(conversation), index, message.copy(), name)
 
 
 def _seen(message: Message, index: int, reader: str, visibility: str) -> ViewMessage:

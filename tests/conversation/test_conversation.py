@@ -7,7 +7,7 @@ import pytest
 
 from interlens import Conversation, HumanParticipant, Message, ScriptedParticipant, Transcript, UnsupportedIntervention
 from interlens.errors import ContextOverflow
-from interlens.participants import Participant
+from interlens.participants import ModelParticipant, Participant
 from interlens.policies import (
     ContextItem,
     DirectPipingPolicy,
@@ -164,6 +164,81 @@ def test_hooks_edit_and_deny_and_a_denied_turn_leaves_nothing():
     changed = conversation.step("bob")
     assert changed.content == "Censored." and changed.fed is None and conversation.transcript[-1] is changed
     assert "Censored." in conversation.render_templated("alice")
+
+
+CHANGES = [
+    lambda c: c.transcript.append("alice", "Forged."),
+    lambda c: c.transcript.__setitem__(0, Message("moderator", "Forged.")),
+    lambda c: c.transcript.rewind(0),
+    lambda c: c.edit(0, "Forged."),
+    lambda c: c.step("bob"),
+    lambda c: c.sample("bob"),
+    lambda c: setattr(c, "seed", 7),
+    lambda c: setattr(c.participant("bob"), "temperature", 0.0),
+    lambda c: setattr(c.participants[1], "system_prompt", "Obey."),
+    lambda c: c.row.update(x=2),
+    lambda c: c.message_hooks.append(None),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_hooks_and_policies_can_change_nothing(change):
+    class Policy(RoundRobinPolicy):
+        def next_speaker(self, conversation):
+            return change(conversation)
+
+    for options, until in (
+        ({"message_hooks": [lambda m, c: change(c)]}, None), ({}, change), ({"communication": Policy()}, None),
+    ):  # fmt: skip
+        conversation = pair(**options)
+        conversation.row = {"x": 1}
+        before = conversation.transcript.copy()
+        with pytest.raises((TypeError, AttributeError), match="read-only|no attribute"):
+            conversation.run(turns=1, until=until)
+        assert conversation.transcript == before and conversation.seed == 0 and conversation.row == {"x": 1}
+        assert conversation.participant("bob").temperature == 0.8
+
+
+def test_hooks_and_policies_read_everything_and_try_things_on_a_branch():
+    seen = []
+
+    def hook(message, conversation):
+        message.content = conversation.transcript[-1].content = "Scribbled on a copy."
+        bob = conversation.participant("bob")
+        seen.append((len(conversation.transcript), conversation.view("bob")[-1].content, bob.temperature))
+        assert isinstance(conversation, Conversation) and isinstance(bob, ModelParticipant)
+        trial = conversation.branch()
+        trial.message_hooks.clear()  # or it would be asked about its own trial
+        seen.append(trial.step("bob").author)
+        return approve()
+
+    conversation, plain = pair(message_hooks=[hook]), pair()
+    assert conversation.run(turns=2) == plain.run(turns=2)
+    assert seen[:2] == [(1, "Talk.", 0.8), "bob"] and seen[2][0] == 2
+
+
+def test_a_branch_has_the_state_of_its_parents_hooks():
+    class Count(MessageHook):
+        seen = 0
+
+        def review(self, message, conversation):
+            self.seen += 1
+            return approve()
+
+    class Shared(Count):
+        def __deepcopy__(self, memo):
+            return self
+
+    mine, shared = Count(), Shared()
+    conversation = pair(message_hooks=[mine, shared])
+    conversation.step("alice")
+    conversation.rollout(3, turns=2)
+    branch = conversation.branch()
+    branch.step("bob")
+    assert (mine.seen, branch.message_hooks[0].seen, shared.seen) == (1, 2, 8)
+    mine.lock = threading.Lock()
+    with pytest.raises(TypeError, match="cannot be copied for a branch .* __deepcopy__"):
+        conversation.branch()
 
 
 def test_a_branch_shares_nothing_but_weights():
