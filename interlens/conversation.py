@@ -16,7 +16,7 @@ from .errors import UnsupportedIntervention
 from .message import Message
 from .participants.base import Participant
 from .policies.communication import CommunicationPolicy, RoundRobinPolicy
-from .policies.context import ContextPolicy, ErrorPolicy
+from .policies.context import ContextPolicy, ErrorPolicy, check
 from .policies.hooks import copies
 from .policies.read_only import read_only
 from .policies.stopping import StopCondition, condition
@@ -77,6 +77,8 @@ class Conversation:
         self._denied_call = 0  # call number of the next step
         self._fresh = copy.deepcopy((self.communication, self.context_policy))
         self._check_names()
+        for p in self.participants:
+            check(self, p)
         self._open()
 
     @classmethod

@@ -9,7 +9,6 @@ into the generator.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -87,6 +86,20 @@ class TurnRequest:
     """(seed, conversation key, generated turns so far, call): decides all noise of the turn."""
     index: int
     """Transcript index the message will have."""
+    tokens_left: int | None = None
+    """All generations of the turn together may have so many tokens; None: no limit but each generation's own."""
+    fit: Callable[[TurnRequest, View], Steps] | None = None
+    """The context policy's word on a view that has grown since, by tool results; None: as it is."""
+
+    def after(self, spent: int, view: View) -> Steps:
+        """(request, view) of the turn's next generation: `spent` tokens have been generated so far, `view` has grown."""
+        request = self
+        if self.tokens_left is not None and self.options.max_new_tokens is not None:
+            left = min(self.options.max_new_tokens, self.tokens_left - spent)
+            request = replace(self, options=replace(self.options, max_new_tokens=left))
+        if self.fit is not None:
+            view = yield from self.fit(request, view)
+        return request, view
 
 
 @dataclass(eq=False)
@@ -131,14 +144,15 @@ def take(
     )
     if options.forced is not None:
         options = replace(options, max_new_tokens=len(options.forced))
-    limit = least((options.max_new_tokens, *(c.turn_limit(read_only(conversation)) for c in conversation.conditions)))
+    limit = least(c.turn_limit(read_only(conversation)) for c in conversation.conditions)
     if limit is not None:
         own = getattr(speaker, "max_new_tokens", None) if options.max_new_tokens is None else options.max_new_tokens
         options = replace(options, max_new_tokens=least((limit, own)))
     blocks = [b for b in conversation.capturing if speaker.name in b.names]
     asked = as_tuple(options.capture)
     specs = tuple(dict.fromkeys((*asked, *(b.spec for b in blocks))))
-    request = TurnRequest(options=replace(options, capture=specs), key=key, index=index)
+    request = TurnRequest(options=replace(options, capture=specs), key=key, index=index, tokens_left=limit)
+    request = replace(request, fit=lambda request, view: fit(conversation, speaker, view, request))
     view = yield from fit(conversation, speaker, build(conversation, speaker, extra), request)
     message = yield from speaker.turn(view, request)
     if not isinstance(message, Message) or message.author != speaker.name:
@@ -204,21 +218,10 @@ def check_places(spec: CaptureSpec, participant: Participant) -> None:
 
 def fit(conversation: Conversation, speaker: Participant, view: View, request: TurnRequest) -> Steps:
     """The view, made to fit the context limit by the conversation's policy."""
-    from .policies.context import Room
-    from .policies.read_only import read_only
+    from .policies.context import room_of
 
-    limits = (conversation.context_limit, getattr(speaker, "context_limit", None))
-    limit = min((n for n in limits if n is not None), default=None)
-    local: Any = speaker
-    if not hasattr(local, "count_tokens"):
-        return view
-    budget = request.options.max_new_tokens
-    room = Room(
-        count=local.count_tokens, limit=limit if limit is not None else sys.maxsize, participant=speaker,
-        budget=local.max_new_tokens if budget is None else budget, request=request,
-        conversation=read_only(conversation),
-    )  # fmt: skip
-    return (yield from conversation.context_policy.fit(view, room))
+    room = room_of(conversation, speaker, request)
+    return view if room is None else (yield from conversation.context_policy.fit(view, room))
 
 
 def by_spec(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import email.utils
 import hashlib
+import json
+import math
 import re
 import threading
 import time
@@ -25,6 +27,8 @@ from .providers import PROVIDERS, Answer, Malformed, Query
 
 _THINK = re.compile(r"^\s*<think>(.*?)(?:</think>|$)", re.DOTALL)
 LONGEST_WAIT_S = 60.0
+MARKUP_TOKENS = 4
+"""What an estimate adds for the markup of each message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +61,14 @@ class APIParticipant(Participant):
     max_retries: tries after the first. max_in_flight: requests at once, of this participant in all conversations.
     timeout_s: of one request. prices, max_cost, max_tokens_total: what tokens cost, and how many dollars and tokens may
         be used in all; a turn that begins after that raises BudgetExceeded.
+    context_limit, count_tokens: the tokens of prompt and reply that the model takes, and how to count a prompt's: a
+        function (messages, tools) -> int of role/content dicts and tool schemas, or a number, the characters per token of
+        an estimate. Without them no context policy but ErrorPolicy and SlidingWindowPolicy is possible, and the API
+        itself says when a prompt is too long.
     extra: passed on to every call of the SDK.
     """
+
+    has_prompt = True
 
     def __init__(
         self, name: str, model_id: str, provider: str = "openai", base_url: str | None = None, *,
@@ -66,7 +76,9 @@ class APIParticipant(Participant):
         max_new_tokens: int = 512, seed: int | None = None, tools: Any = (), max_tool_iters: int = 4,
         timeout_s: float = 60.0, max_retries: int = 5, max_in_flight: int = 8, backoff_s: float = 0.5,
         prices: Prices | None = None, max_cost: float | None = None, max_tokens_total: int | None = None,
-        system_prompt: Any = None, private_context: tuple = (), extra: dict[str, Any] | None = None,
+        system_prompt: Any = None, private_context: tuple = (), context_limit: int | None = None,
+        count_tokens: Callable[[list[dict], list[dict]], int] | float | None = None,
+        extra: dict[str, Any] | None = None,
     ):  # fmt: skip
         super().__init__(name, system_prompt=system_prompt, private_context=private_context, seed=seed)
         from ..tools import as_tools
@@ -75,6 +87,13 @@ class APIParticipant(Participant):
             raise ValueError(f"no provider {provider!r}; possible: {', '.join(sorted(PROVIDERS))}")
         if max_cost is not None and prices is None:
             raise ValueError("max_cost needs prices=Prices(prompt=..., completion=...) to count by")
+        if context_limit is not None and count_tokens is None:
+            raise ValueError(
+                "context_limit needs count_tokens=... to count by: a function of messages and tools, or a number of "
+                "characters per token as an estimate"
+            )
+        if isinstance(count_tokens, (int, float)) and not count_tokens > 0:
+            raise ValueError(f"count_tokens={count_tokens} characters per token; a number must be above 0")
         check_sampling(name, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
         self.model_id, self.provider, self.base_url = model_id, provider, base_url
         self.temperature, self.top_p, self.max_new_tokens = temperature, top_p, max_new_tokens
@@ -82,6 +101,7 @@ class APIParticipant(Participant):
         self.timeout_s, self.max_retries, self.backoff_s = timeout_s, max_retries, backoff_s
         self.max_in_flight = max_in_flight
         self.prices, self.max_cost, self.max_tokens_total = prices, max_cost, max_tokens_total
+        self.context_limit, self.counter = context_limit, count_tokens
         self.extra = dict(extra or {})
         self.usage = Usage()
         self._line = _Line(api_key, max_in_flight)
@@ -110,33 +130,50 @@ class APIParticipant(Participant):
     # -- a turn -----------------------------------------------------------------------------------------------------
     def turn(self, view: Any, request: Any) -> Steps:
         from ..tools import ToolRegistry
+        from ..views.view import ViewMessage
 
-        registry, trail, spent = ToolRegistry(view.tools), [], Usage()
-        messages: list[dict[str, Any]] = view.chat()
-        if not any(m["role"] in ("user", "tool") for m in messages):
-            messages.append({"role": "user", "content": "(You speak first.)"})
+        registry, trail, spent, generated = ToolRegistry(view.tools), [], Usage(), 0
         for round_ in range(self.max_tool_iters + 1 if view.tools else 1):
-            query = self._query(messages, view, request, round_)
+            query = self._query(view, request, round_)
             answer = yield Ask(participant=self, call=lambda query=query: self._ask(query, spent))
-            if not answer.calls or round_ == self.max_tool_iters:
+            generated += answer.completion_tokens
+            out = request.tokens_left is not None and generated >= request.tokens_left
+            if not answer.calls or round_ == self.max_tool_iters or out:
                 break
-            messages.append({"role": "assistant", "content": answer.content, "calls": answer.calls})
-            results = []
+            entries = []
+            grown = [ViewMessage(role="assistant", content=answer.content, author=self.name, calls=answer.calls)]
             for i, call in answer.calls:
                 result, failed = yield Ask(participant=self, call=lambda call=call: registry.run(call))
-                messages.append({"role": "tool", "id": i, "name": call.name, "content": result})
+                grown.append(ViewMessage(role="tool", content=result, author=call.name, call_id=i))
                 entry = {"name": call.name, "arguments": dict(call.arguments), "result": result, "is_error": failed}
-                results.append(entry)
+                entries.append(entry)
             trail.append(
-                {"raw_completion": answer.content, "n_tokens": answer.completion_tokens, "calls": results}
+                {"raw_completion": answer.content, "n_tokens": answer.completion_tokens, "calls": entries}
             )  # fmt: skip
+            request, view = yield from request.after(generated, view.with_messages([*view, *grown]))
         return self._message(answer, query, request, trail, spent)
 
-    def _query(self, messages: list, view: Any, request: Any, round_: int) -> Query:
+    def can_count(self) -> bool:
+        return self.counter is not None
+
+    def count_tokens(self, view: Any) -> int:
+        """Prompt tokens of a view, as `count_tokens=` counts or estimates them."""
+        messages, tools = _sent(view), [dict(t.schema) for t in view.tools]
+        if isinstance(self.counter, Callable):
+            return self.counter(messages, tools)
+        if self.counter is None:
+            raise ValueError(f"{self.name!r} cannot count tokens: give it count_tokens=...")
+        characters = len(json.dumps(tools)) if tools else 0
+        for message in messages:
+            calls = "".join(f"{c.name}{json.dumps(dict(c.arguments))}" for _, c in message.get("calls", ()))
+            characters += len(message["content"]) + len(calls)
+        return math.ceil(characters / self.counter) + MARKUP_TOKENS * len(messages)
+
+    def _query(self, view: Any, request: Any, round_: int) -> Query:
         limit = request.options.max_new_tokens
         digest = hashlib.blake2b(repr((request.key, round_)).encode(), digest_size=4).digest()
         return Query(
-            model=self.model_id, messages=list(messages), temperature=self.temperature, top_p=self.top_p,
+            model=self.model_id, messages=_sent(view), temperature=self.temperature, top_p=self.top_p,
             max_tokens=self.max_new_tokens if limit is None else limit, extra=self.extra,
             seed=int.from_bytes(digest, "big") >> 1, tools=[dict(t.schema) for t in view.tools],
         )  # fmt: skip
@@ -212,6 +249,14 @@ class APIParticipant(Participant):
             for usage in (spent, self.usage):
                 for name, amount in amounts.items():
                     setattr(usage, name, getattr(usage, name) + amount)
+
+
+def _sent(view: Any) -> list[dict[str, Any]]:
+    """The messages of a view as they are sent: somebody has to speak before a reply."""
+    messages = view.chat()
+    if not any(m["role"] in ("user", "tool") for m in messages):
+        messages.append({"role": "user", "content": "(You speak first.)"})
+    return messages
 
 
 class _Line:

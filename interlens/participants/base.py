@@ -24,6 +24,20 @@ class Participant:
     system_prompt: Any = None
     private_context: tuple = ()
     seed: int | None = None
+    has_prompt: bool = False
+    """Whether what it is shown becomes a prompt of limited length, so that context policies have their say. If so, it
+    has `count_tokens`, `context_limit` and `max_new_tokens`."""
+    context_limit: int | None = None
+    """Tokens of prompt and reply that it can take; None: not known."""
+    max_new_tokens: int = 0
+
+    def can_count(self) -> bool:
+        """Whether `count_tokens` can be asked."""
+        return True
+
+    def count_tokens(self, view: View) -> int:
+        """Prompt tokens of a view."""
+        raise NotImplementedError(f"{type(self).__name__} has a prompt and must implement count_tokens(view)")
 
     def __init__(self, name: str, *, system_prompt: Any = None, private_context: tuple = (), seed: int | None = None):
         if not name or not isinstance(name, str):

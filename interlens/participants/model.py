@@ -27,6 +27,7 @@ class ModelParticipant(Participant):
     """
 
     capturable = True
+    has_prompt = True
 
     def __init__(
         self, name: str, weights: Weights, *, temperature: float = 0.8, top_p: float | None = 0.95,
@@ -76,7 +77,7 @@ class ModelParticipant(Participant):
         return template_of(self.tokenizer)
 
     @property
-    def context_limit(self) -> int | None:
+    def context_limit(self) -> int | None:  # ty: ignore[incompatible-property-override]
         """Tokens the model can attend to; None if its configuration does not say."""
         config = getattr(self.model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -156,12 +157,13 @@ class ModelParticipant(Participant):
     def turn(self, view: Any, request: TurnRequest) -> Steps:
         from ..tools import ToolRegistry, family_of
 
-        registry, trail, prompt_view = ToolRegistry(view.tools), [], view
+        registry, trail, spent = ToolRegistry(view.tools), [], 0
         family = family_of(self.template.source, self.template.takes_tools) if view.tools else None
         for round_ in range(self.max_tool_iters + 1 if view.tools else 1):
-            made = yield from self._generate(prompt_view, request, round_)
+            made = yield from self._generate(view, request, round_)
             text, calls = made.rest(family if request.options.forced is None else None)
-            if not calls or round_ == self.max_tool_iters:
+            spent += len(made.reply.tokens)
+            if not calls or round_ == self.max_tool_iters or request.tokens_left == spent:
                 break
             results = []
             for call in calls:
@@ -169,7 +171,7 @@ class ModelParticipant(Participant):
                 entry = {"name": call.name, "arguments": dict(call.arguments), "result": result, "is_error": failed}
                 results.append(entry)
             trail.append({"raw_completion": made.raw, "n_tokens": len(made.reply.tokens), "calls": results})
-            prompt_view = prompt_view.with_messages([*prompt_view, *made.as_view(results)])
+            request, view = yield from request.after(spent, view.with_messages([*view, *made.as_view(results)]))
         return made.message(text, trail, "tool" if calls else made.reply.finish_reason)
 
     def _generate(self, view: Any, request: TurnRequest, round_: int) -> Steps:

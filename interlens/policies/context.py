@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ContextOverflow
 from ..turns import Steps
 from ..views.view import View, ViewMessage
+from .read_only import read_only
 
 if TYPE_CHECKING:
     from ..turns import TurnRequest
@@ -20,8 +21,8 @@ class Room:
 
     count: Callable[[View], int]
     """Prompt tokens of a view."""
-    limit: int
-    """Tokens of prompt and reply together."""
+    limit: int | None
+    """Tokens of prompt and reply together; None: nothing is known to limit them, and nothing is counted."""
     budget: int
     """Tokens of the reply."""
     participant: Any
@@ -29,7 +30,7 @@ class Room:
     conversation: Any
 
     def fits(self, view: View) -> bool:
-        return self.count(view) + self.budget <= self.limit
+        return self.limit is None or self.count(view) + self.budget <= self.limit
 
     def overflow(self, view: View, advice: str) -> ContextOverflow:
         return ContextOverflow(
@@ -38,8 +39,48 @@ class Room:
         )
 
 
+def room_of(conversation: Any, participant: Any, request: TurnRequest) -> Room | None:
+    """The room of a participant's next prompt. None: it has no prompt of its own (a script, a person)."""
+    if not participant.has_prompt:
+        return None
+    check(conversation, participant)
+    limit = _limit(conversation, participant)
+    budget = request.options.max_new_tokens
+    return Room(
+        count=participant.count_tokens, limit=limit, participant=participant, request=request,
+        budget=participant.max_new_tokens if budget is None else budget, conversation=read_only(conversation),
+    )  # fmt: skip
+
+
+def _limit(conversation: Any, participant: Any) -> int | None:
+    limits = (conversation.context_limit, participant.context_limit)
+    return min((n for n in limits if n is not None), default=None)
+
+
+def check(conversation: Any, participant: Any) -> None:
+    """Raise ValueError where the conversation's context policy could not do what it is for."""
+    if not participant.has_prompt or participant.can_count():
+        return
+    policy, limit = type(conversation.context_policy).__name__, conversation.context_limit
+    if limit is None and not conversation.context_policy.counts:
+        return
+    what = policy if limit is None else f"context_limit={limit}"
+    raise ValueError(
+        f"{what} needs the tokens of {participant.name!r}'s prompts, which cannot be counted here: give its "
+        f"{participant.__class__.__name__} context_limit=... and count_tokens=... (a function of messages and tools, or a "
+        "number of characters per token as an estimate), or use ErrorPolicy or SlidingWindowPolicy without a limit"
+    )
+
+
 class ContextPolicy:
-    """Subclasses implement `fit`, a generator: it may ask a participant (see SummarizePolicy)."""
+    """Subclasses implement `fit`, a generator: it may ask a participant (see SummarizePolicy).
+
+    It has its say before every generation of everyone who has a prompt: local models, APIs, participants of one's own
+    that set `has_prompt`; once more after every round of tool results.
+    """
+
+    counts: bool = False
+    """Whether it can do nothing for a participant whose tokens cannot be counted; such a pair is refused."""
 
     def fit(self, view: View, room: Room) -> Steps:
         """The view to use. Raises ContextOverflow when nothing helps."""
@@ -60,6 +101,8 @@ class ErrorPolicy(ContextPolicy):
 
 class DropOldestPolicy(ContextPolicy):
     """Leaves out the oldest messages, as few as possible. Framing and the moderator's opening stay."""
+
+    counts = True
 
     def fit(self, view, room):
         if room.fits(view):
@@ -108,6 +151,7 @@ class SummarizePolicy(ContextPolicy):
     prompt: str = "Summarise the conversation above in a few sentences, so that it can go on from your summary alone."
     _written: dict[str, tuple[int, str]] = field(default_factory=dict, repr=False)
     """Reader -> (last transcript index that its summary covers, summary)."""
+    counts = True
 
     def fit(self, view, room):
         covered, text = self._written.get(view.pov, (-1, ""))
@@ -133,16 +177,24 @@ class SummarizePolicy(ContextPolicy):
         return view
 
     def _summary(self, before: str, fresh: list[ViewMessage], view: View, room: Room):
+        """`before`, extended by what the `fresh` messages say; in pieces where the writer has no room for them all."""
         writer = room.participant if self.summarizer is None else self.summarizer
         if isinstance(writer, str):
             writer = room.conversation.participant(writer)
         lines = [f"(Earlier: {before})"] if before else []
         lines += [f"{m.author}: {m.content}" for m in fresh]
-        asked = ViewMessage(role="user", content="\n\n".join([*lines, self.prompt]))
+        asked = View(pov=writer.name, messages=(ViewMessage(role="user", content="\n\n".join([*lines, self.prompt])),))
         options = replace(room.request.options, capture=None, patch=None, steering=None, return_logprobs=False)
         key = (*room.request.key[:3], ["summary", view.pov, fresh[-1].index])
-        request = replace(room.request, options=options, key=key)
-        message = yield from writer.turn(View(pov=writer.name, messages=(asked,)), request)
+        request = replace(room.request, options=options, key=key, tokens_left=None, fit=None)
+        there = room_of(room.conversation, writer, request) if writer.can_count() else None
+        if there is not None and not there.fits(asked):
+            if len(fresh) == 1:
+                raise there.overflow(asked, f"so message {fresh[0].index} cannot be summarised; lower max_new_tokens")
+            half = len(fresh) // 2
+            before = yield from self._summary(before, fresh[:half], view, room)
+            return (yield from self._summary(before, fresh[half:], view, room))
+        message = yield from writer.turn(asked, request)
         return message.content
 
 

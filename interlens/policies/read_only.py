@@ -36,7 +36,7 @@ class ReadOnly:
         object.__setattr__(self, "_of", of)
 
     @property
-    def __class__(self):  # ty: ignore[invalid-method-override]
+    def __class__(self):
         return type(self._of)
 
     def __getattr__(self, name: str) -> Any:

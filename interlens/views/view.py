@@ -12,6 +12,7 @@ from ..message import Fed, Message
 if TYPE_CHECKING:
     from ..conversation import Conversation
     from ..participants.base import Participant
+    from ..tools import Call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,10 @@ class ViewMessage:
     """Reasoning text that the reader may see (visibility `shared`, or its own under `self_retain`)."""
     in_tools: bool = False
     """A generation of the turn that is going on: fed as generated, its stop token included."""
+    calls: tuple[tuple[str, Call], ...] = ()
+    """(call id, call) of every tool call that an API made in the turn that is going on."""
+    call_id: str = ""
+    """Of a tool result: the call it answers, as an API names it."""
     original: ViewMessage | None = None
     """What this was before it was fitted to a template."""
 
@@ -69,9 +74,20 @@ class View(Sequence):
             return ""
         return f"{message.author}: "
 
-    def chat(self) -> list[dict[str, str]]:
-        """As the role/content dicts that chat APIs take, labelled; visible reasoning comes before its content."""
-        return [{"role": m.role, "content": self.label(m) + shown(m)} for m in self.messages]
+    def chat(self) -> list[dict[str, Any]]:
+        """As the role/content dicts that chat APIs take, labelled; visible reasoning comes before its content.
+
+        A message that made tool calls has `calls`, a tool's result has `id` and `name`.
+        """
+        made = []
+        for m in self.messages:
+            plain: dict[str, Any] = {"role": m.role, "content": self.label(m) + shown(m)}
+            if m.calls:
+                plain["calls"] = m.calls
+            if m.role == "tool":
+                plain |= {"id": m.call_id, "name": m.author}
+            made.append(plain)
+        return made
 
     def with_messages(self, messages) -> View:
         return replace(self, messages=tuple(messages))

@@ -193,7 +193,7 @@ def test_hooks_and_policies_can_change_nothing(change):
         conversation = pair(**options)
         conversation.row = {"x": 1}
         before = conversation.transcript.copy()
-        with pytest.raises((TypeError, AttributeError), match="read-only|no attribute"):
+        with pytest.raises((TypeError, AttributeError), match=r"read-only|no attribute"):
             conversation.run(turns=1, until=until)
         assert conversation.transcript == before and conversation.seed == 0 and conversation.row == {"x": 1}
         assert conversation.participant("bob").temperature == 0.8
@@ -237,7 +237,7 @@ def test_a_branch_has_the_state_of_its_parents_hooks():
     branch.step("bob")
     assert (mine.seen, branch.message_hooks[0].seen, shared.seen) == (1, 2, 8)
     mine.lock = threading.Lock()
-    with pytest.raises(TypeError, match="cannot be copied for a branch .* __deepcopy__"):
+    with pytest.raises(TypeError, match=r"cannot be copied for a branch .* __deepcopy__"):
         conversation.branch()
 
 

@@ -113,7 +113,8 @@ def test_a_conversation_comes_back_whole(
     )  # fmt: skip
     people = [
         alice, ScriptedParticipant("bob", ["x", "y"], cycle=False), HumanParticipant("carol"),
-        APIParticipant("dave", "m", base_url="http://x", prices=Prices(prompt=1.0, completion=2.0), max_cost=3.0),
+        APIParticipant("dave", "m", base_url="http://x", prices=Prices(prompt=1.0, completion=2.0), max_cost=3.0,
+                       context_limit=500, count_tokens=3.5),
     ]  # fmt: skip
     conversation = Conversation(
         people, Transcript(said), None, shared, context_policy=context, context_limit=999, communication=communication,
