@@ -12,6 +12,7 @@ Anonymous memory (RssAnon) is sampled first, over a quarter of the run and over 
 from __future__ import annotations
 
 import argparse
+import itertools
 import tempfile
 import threading
 import time
@@ -115,8 +116,8 @@ def streaming(run: sweeps.run.Run) -> None:
 
 def recompute(run: sweeps.run.Run, aggregate: object, units: int | None = None) -> dict:
     state = aggregate.zero()
-    for commit in list(run.commits())[:units]:
-        state = aggregate.merge(state, shard_state(run, commit, aggregate))
+    for shard in itertools.islice(run.shards(), units):
+        state = aggregate.merge(state, shard_state(shard, aggregate))
     return state
 
 

@@ -31,7 +31,8 @@ USAGE = """sweeps <command> ...
   aggregate DIR [name=... key=value ...]   aggregates again, or new ones, from what is stored; loads no model
   show   DIR CELL          print one conversation (any beginning of a cell's id)
   compare A B              the same cells in two runs: tokens that changed, log-probabilities, routing
-  export DIR OUT key=value ...   vectors as one .parquet or .npz file, chosen by layer=16 framing=warm ...
+  export DIR OUT key=value ...   vectors as one .parquet or .npz file, chosen by framing=warm --layers 16 --where ...;
+                                 directions as .gguf for llama.cpp
   verify DIR [--deep]      check every file and row of a run against its commits
   gc     DIR [--dry-run]   delete what no commit names
 
@@ -263,14 +264,45 @@ def _compare(arguments: list[str]) -> int:
 
 
 def _export(arguments: list[str]) -> int:
-    from .export import export
+    from .config import ConfigError
+    from .export import FORMATS, export, export_directions
     from .run import Run
 
-    given = _parsed(arguments[:2], "export", "Vectors as one file: sweeps export DIR OUT key=value ...", "dir", "out")
-    count, width = export(Run(given.dir), given.out, arguments[2:])
+    parser = _Parser(prog="sweeps export", description=EXPORT, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dir")
+    parser.add_argument("out")
+    parser.add_argument("conditions", nargs="*", metavar="key=value")
+    parser.add_argument("--where", metavar="EXPRESSION")
+    parser.add_argument("--layers", metavar="8,16")
+    parser.add_argument("--format", choices=(*FORMATS, "gguf"))
+    parser.add_argument("--direction", metavar="AGGREGATE", default="directions")
+    parser.add_argument("--hint", metavar="ARCHITECTURE")
+    try:
+        given = parser.parse_intermixed_args(arguments)
+    except SystemExit:
+        raise _Done from None
+    try:
+        layers = None if given.layers is None else [int(layer) for layer in given.layers.strip("[]").split(",")]
+    except ValueError:
+        raise ConfigError(f"--layers: cannot read {given.layers!r}; write 8,16") from None
+    if given.format == "gguf" or (given.format is None and given.out.endswith(".gguf")):
+        count, width = export_directions(
+            Run(given.dir), given.out, name=given.direction, layers=layers, hint=given.hint
+        )
+        print(f"{count} directions of {width} values in {given.out}")
+        return COMPLETE
+    count, width = export(
+        Run(given.dir), given.out, given.conditions, where=given.where, layers=layers, format=given.format
+    )
     print(f"{count} vectors of {width} values in {given.out}")
     return COMPLETE
 
+
+EXPORT = """Pooled vectors as one .parquet or .npz file, or directions as a control vector for llama.cpp (.gguf).
+
+  sweeps export RUN x.parquet framing=warm --layers 8,16 --where "message.finish_reason == 'stop'"
+  sweeps export RUN warm.gguf --layers 16 --direction lda
+"""
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "plan": _plan, "run": _run, "status": _status, "report": _report, "capture": _capture,

@@ -118,12 +118,15 @@ class Records(ABC):
         mapped = self._mapped(file)
         return mapped.rows(key, 0, mapped.entries[key].shape[0])
 
-    def shards(self) -> Iterator[Shard]:
-        """What each unit holds, one after the other, in order of unit id."""
+    def shards(self, added: bool = True) -> Iterator[Shard]:
+        """What each unit holds, one after the other, in order of unit id; then, with `added`, what captures added."""
         from .aggregates.shards import Shard
 
         for commit in self.commits():
             yield Shard(self, commit)
+        for run in self.captures if added else ():
+            for commit in run.commits():
+                yield Shard(run, commit, base=self)
 
     @abstractmethod
     def commits(self) -> Iterator[Commit]:

@@ -20,6 +20,7 @@ from .config import ConfigError, SweepConfig, did_you_mean
 from .places import Remote, arrow, place
 from .planfile import PlanFile
 from .records import Records
+from .shown import Results
 from .store import Commit
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def open(path: str | Path | Remote | Sequence[str | Path | Remote]) -> Run | Run
     return Runs([Run(one) for one in path])
 
 
-class Run(Records):
+class Run(Records, Results):
     """One run folder, as far as it is committed when it is first read; `refresh` looks again."""
 
     def __init__(self, path: str | Path | Remote):
@@ -260,8 +261,8 @@ class Run(Records):
 
     @cached_property
     def captures(self) -> list[Run]:
-        """What `sweeps capture` added: run folders of the same cells, whose records `query`, `at`, `cache` and
-        `vectors` read along."""
+        """What `sweeps capture` added: run folders of the same cells, whose records `query`, `at`, `cache`, `vectors` and
+        aggregates over records read along."""
         return [Run(path.parent) for path in sorted((self.root / "captures").glob("*/run.json"))]
 
     @cached_property

@@ -58,6 +58,14 @@ def of(config: SweepConfig, name: str | None) -> Shape | None:
     return _shape(entry.source, entry.revision, entry.dtype)
 
 
+def model_type(config: SweepConfig, name: str | None) -> str | None:
+    """What a model's own configuration calls its architecture ("llama"); None where it cannot be known."""
+    entry = model(config, name or "")
+    known = entry.source in sources.EMBEDDED or entry.source.endswith(".gguf")
+    raw = _gguf_config(entry.source) if known else _hf_config(entry.source, entry.revision)
+    return (raw or {}).get("model_type")
+
+
 def check_source(source: str, where: str) -> None:
     """ConfigError unless `source` is an embedded name, an existing folder or file, or looks like a hub id."""
     if source in sources.EMBEDDED or "/" in source.strip("/") or Path(source).expanduser().exists():

@@ -33,11 +33,13 @@ TEXTS = ["cell", "trunk", "participant", "pool", "selection", "file", "key"]
 class Shard:
     """The committed tables and tensors of one unit, with the cells of the plan they belong to.
 
-    It answers what `columns` asks of a run, for these cells only.
+    It answers what `columns` asks of a run, for these cells only. `base`: the run to whose `matrix` its index belongs,
+    where `run` is what `sweeps capture` added to it.
     """
 
-    def __init__(self, run: Any, commit: Commit):
+    def __init__(self, run: Any, commit: Commit, base: Any = None):
         self.run, self.commit, self.config = run, commit, run.config
+        self.base, self._inside = (run, "") if base is None else (base, f"captures/{run.root.name}/")
 
     @property
     def _planned(self) -> str:
@@ -100,6 +102,11 @@ class Shard:
                 where, fs = arrow(place(self.run.full_path(file["path"])))
                 with pq.ParquetFile(where, filesystem=fs, read_dictionary=TEXTS) as opened:
                     table = opened.read(columns, use_threads=False)  # a version before a column simply lacks it
+                if self._inside:
+                    files = table["file"].combine_chunks()
+                    moved = pc.binary_join_element_wise(self._inside, files.dictionary, "")
+                    moved = pa.DictionaryArray.from_arrays(files.indices, moved)
+                    table = table.set_column(table.column_names.index("file"), "file", moved)
                 site = pa.DictionaryArray.from_arrays(np.zeros(table.num_rows, np.int32), [_site(file["path"])])
                 table = table.append_column("site", site)
                 found.append(table.filter(table["cell"].is_valid()) if table["cell"].null_count else table)
@@ -139,9 +146,9 @@ def _site(path: str) -> str:
     return unquote(path.split("/")[2].removeprefix("site="))
 
 
-def shard_state(run: Any, commit: Commit, aggregate: Sum) -> State:
+def shard_state(shard: Shard, aggregate: Sum) -> State:
     """A sum's state over one unit's stored data: what the replica streamed, to rounding."""
-    shard, state = Shard(run, commit), aggregate.zero()
+    state = aggregate.zero()
     if add_shard := getattr(aggregate, "add_shard", None):
         add_shard(state, shard)
         return state
@@ -150,11 +157,16 @@ def shard_state(run: Any, commit: Commit, aggregate: Sum) -> State:
     return state
 
 
+def shards_of(run: Any, aggregate: Sum) -> Iterator[Shard]:
+    """The units a sum is taken over: of what `sweeps capture` added, too, where it is a sum over records."""
+    return run.shards(added=hasattr(aggregate, "add_shard"))
+
+
 def recompute(run: Any, aggregate: Sum) -> State:
     """A sum's state over all committed data, unit by unit, in order of unit id."""
     state = aggregate.zero()
-    for commit in run.commits():
-        state = aggregate.merge(state, shard_state(run, commit, aggregate))
+    for shard in shards_of(run, aggregate):
+        state = aggregate.merge(state, shard_state(shard, aggregate))
     return state
 
 
@@ -164,10 +176,10 @@ def unit_state(root: str, unit: str, name: str, options: dict[str, Any]) -> Stat
     commit = store.read_commit(root, unit)
     assert commit is not None, f"unit {unit} has no commit"
     aggregate: Any = build([AggregateConfig(name=name, options=options)], run.config)[0]
-    return shard_state(run, commit, aggregate)
+    return shard_state(Shard(run, commit), aggregate)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def _opened(root: str) -> Any:
     from .. import run
 
@@ -178,8 +190,10 @@ def recompute_on_ray(run: Any, aggregate: Sum, options: dict[str, Any], cluster:
     """`recompute` with one Ray task per unit; the states are merged in order of unit id as they arrive."""
     from ..executors.ray import spread
 
-    units = [commit.unit for commit in run.commits()]
-    calls = [(str(run.root.absolute()), unit, aggregate.name, options) for unit in units]
+    calls = [
+        (str(shard.run.root.absolute()), shard.commit.unit, aggregate.name, options)
+        for shard in shards_of(run, aggregate)
+    ]
     state, early, next_one = aggregate.zero(), {}, 0
     for number, found in spread("sweeps.aggregates.shards:unit_state", calls, cluster):
         early[number] = found

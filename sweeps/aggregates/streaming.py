@@ -120,7 +120,7 @@ class RecordSum(MomentsSum):
             if names:
                 numbers = np.array([names.index(name) if name in names else -1 for name in keys])[codes[at]]
                 rows = _Rows(
-                    tensor=shard.run.matrix(stored["file"], stored["key"]), starts=starts[at], stops=stops[at],
+                    tensor=shard.base.matrix(stored["file"], stored["key"]), starts=starts[at], stops=stops[at],
                     names=numbers, num_pooled=None if pooled is None else pooled[at],
                 )  # fmt: skip
                 self._fold_tensor(found, names, rows)

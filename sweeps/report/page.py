@@ -46,14 +46,31 @@ def render(run: Any) -> Markup:
     kept = [(heading, body) for heading, body in sections if body is not None]
     links = [tag("a", heading, href=f"#s{i}") for i, (heading, _) in enumerate(kept)]
     body = [tag("section", tag("h2", heading), part, id=f"s{i}") for i, (heading, part) in enumerate(kept)]
+    banner = tag("header", tag("h1", name), tag("p", _summary(run), class_="quiet"), tag("nav", *links))
+    return _document(f"{name}: report", banner, tag("main", *body))
+
+
+def _document(heading: str, *body: Markup) -> Markup:
+    """A whole page that fetches nothing."""
     style = Markup(files("sweeps.report").joinpath("style.css").read_text())
     head = tag(
         "head", tag("meta", charset="utf-8"), tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"), tag("title", f"{name}: report"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"), tag("title", heading),
         tag("style", style),
     )  # fmt: skip
-    banner = tag("header", tag("h1", name), tag("p", _summary(run), class_="quiet"), tag("nav", *links))
-    return Markup("<!doctype html>\n" + tag("html", head, tag("body", banner, tag("main", *body)), lang="en"))
+    return Markup("<!doctype html>\n" + tag("html", head, tag("body", *body), lang="en"))
+
+
+def section(result: dict[str, Any]) -> Markup:
+    """A page with the tables and charts of one result."""
+    parts = [tag("section", tag("h2", heading), body) for heading, body in _result(result)]
+    return _document(result["name"], tag("main", *parts))
+
+
+def overview(run: Any) -> Markup:
+    """What a run is, in a few lines."""
+    lines = tag("ul", *[tag("li", line) for line in sentences(run)])
+    return join([tag("p", tag("b", run.config.experiment), " · ", _summary(run)), lines])
 
 
 def _summary(run: Any) -> str:

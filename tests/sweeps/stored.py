@@ -67,6 +67,7 @@ class StoredRun:
     texts: tuple = ("I love it!",)
     failures: tuple = ()
     more_axes: tuple = ()
+    captures: tuple = ()
 
     @property
     def config(self):
@@ -108,7 +109,7 @@ class StoredRun:
                        "layer": rec.layer, "site": rec.site, "pool": rec.pool, "selection": rec.selection,
                        "num_pooled": rec.num_pooled, "tensor": rec.tensor}  # fmt: skip
 
-    def shards(self):
+    def shards(self, added=True):
         """All of it is one unit."""
         return [self]
 

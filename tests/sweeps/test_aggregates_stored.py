@@ -133,7 +133,7 @@ def test_streamed_recomputed_and_in_memory_agree(run, name):
     assert_equal(streamed, in_memory(run, made))
     assert_equal(streamed, recompute(run, made))
     for commit, state in zip(run.commits(), states, strict=True):
-        assert_equal(state, shard_state(run, commit, made))
+        assert_equal(state, shard_state(Shard(run, commit), made))
 
 
 @pytest.mark.parametrize("name", SUMS)

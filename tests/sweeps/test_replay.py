@@ -207,3 +207,21 @@ def test_a_patched_run_is_captured_again_under_its_patches(model, tmp_path):
         for layer in (0, 2):
             a, b = (r.tensor for r in run.query(cell=row["cell"], layer=layer))
             np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_aggregates_read_what_capture_added(model, tmp_path):
+    """A direction at a layer that was captured later is the one that capturing it at once would have given."""
+    contrast = {"kind": "difference_of_means", "contrast": "framing == 'warm' vs framing == 'cold'", "permutations": 0,
+                "draws": 50}  # fmt: skip
+    capture = {"participants": ["bob"], "layers": [0], "tokens": "answer", "pool": "mean"}
+    at_once = settings(model, capture={**capture, "layers": [0, 2]}, aggregate={"directions": contrast})
+    assert driver.run(at_once, tmp_path / "at_once") == 0
+    assert driver.run(settings(model, capture=capture, aggregate={"directions": contrast}), tmp_path / "later") == 0
+    words = ["layers=2", "cluster.executor=inline", "run.progress=none"]
+    assert cli.main(["capture", str(tmp_path / "later"), *words]) == 0
+    assert cli.main(["aggregate", str(tmp_path / "later")]) == 0
+    assert cli.main(["aggregate", str(tmp_path / "later"), "name=lda", f"contrast={contrast['contrast']}"]) == 0
+    at_once, later = sweeps.open(tmp_path / "at_once"), sweeps.open(tmp_path / "later")
+    for name in ("residual.0", "residual.2"):
+        torch.testing.assert_close(later.directions()[name], at_once.directions()[name], atol=1e-4, rtol=0)
+    assert set(later.directions("lda")) == {"residual.0", "residual.2"}

@@ -76,6 +76,45 @@ def test_exported_vectors_are_the_runs(tmp_path, capsys):
     assert main(["compare", str(run.root), str(run.root)]) == 0
 
 
+def test_export_takes_expressions_layers_and_a_format(tmp_path, capsys):
+    run = run_of(tmp_path, "a")
+    asked = ["--layers", "1,3", "--where", "framing == 'warm' and message.author == 'bob'", "--format", "npz"]
+    assert main(["export", str(run.root), str(tmp_path / "x.bin"), "item=i1", *asked]) == 0
+    assert "8 vectors of 8 values" in capsys.readouterr().out
+    with np.load(tmp_path / "x.bin") as found:
+        assert set(found["framing"]) == {"warm"} and set(found["layer"]) == {1, 3} and set(found["item"]) == {"i1"}
+    for wrong, complaint in (
+        (["--where", "frame == 'warm'"], "--where: no column 'frame'"), (["--where", "framing =="], "--where: "),
+        (["--layers", "one"], "--layers: cannot read 'one'"), (["--format", "csv"], "invalid choice"),
+    ):  # fmt: skip
+        assert main(["export", str(run.root), str(tmp_path / "y.npz"), *wrong]) == 1
+        error = capsys.readouterr().err
+        assert complaint in error and not (tmp_path / "y.npz").exists()
+
+
+def test_directions_are_exported_as_a_control_vector(tmp_path, capsys):
+    from gguf import GGUFReader
+
+    from sweeps.aggregates import finalize
+    from sweeps.config import AggregateConfig
+
+    run = run_of(tmp_path, "a")
+    assert main(["export", str(run.root), str(tmp_path / "v.gguf")]) == 1
+    assert "no directions of 'directions' here; there are: none" in capsys.readouterr().err
+    options = {"contrast": "framing == 'warm' vs framing == 'cold'", "permutations": 0, "draws": 20}
+    finalize(run, [AggregateConfig(name="directions", options=options)])
+    assert main(["export", str(run.root), str(tmp_path / "v.gguf"), "--hint", "llama", "--layers", "3"]) == 0
+    assert "1 directions of 8 values" in capsys.readouterr().out
+    (tensor,) = GGUFReader(str(tmp_path / "v.gguf")).tensors
+    assert tensor.name == "direction.3" and np.allclose(tensor.data, run.directions()["residual.3"], atol=1e-6)
+    assert main(["export", str(run.root), str(tmp_path / "w.gguf"), "--layers", "2"]) == 1
+    assert "no residual.2 in 'directions'; it has: residual.1, residual.3" in capsys.readouterr().err
+    shown = run.plot("directions")._repr_html_()
+    assert shown.startswith("<iframe srcdoc=") and "Held-out AUROC" in shown and "24 done" in run._repr_html_()
+    with pytest.raises(KeyError, match="no result 'lda' here; there are: directions"):
+        run.plot("lda")
+
+
 @pytest.mark.parametrize(("out", "conditions", "said"), [
     ("x.csv", [], "possible endings: .parquet, .npz"), ("x.npz", ["layr=3"], "did you mean 'layer'"),
     ("x.npz", ["layer=7"], "nothing matches"), ("x.npz", ["layer"], "write key=value"),
