@@ -207,6 +207,7 @@ def _within(gathered: Gathered, lane: Lane) -> Gathered:
     for row, take, positions in gathered.owners:
         mine = keep[at : at + len(positions)]
         at += len(positions)
+        assert row is not None
         _kept(row).removed[take, layer, site] += int((~mine).sum())
         if mine.any():
             owners.append((row, take, positions[mine]))
