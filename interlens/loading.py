@@ -257,7 +257,7 @@ def _load(wanted: _Wanted) -> Loaded:
         with _progress_bars(wanted.kind == "hub"):
             source = _source(wanted)
             tokenizer = AutoTokenizer.from_pretrained(source, **where)
-            model: Any = AutoModelForCausalLM.from_pretrained(source, **where, **kwargs)
+            model: Any = _whole(AutoModelForCausalLM, source, **where, **kwargs)
             if wanted.name in sources.UPCYCLED:
                 model = upcycle(model)
     except CannotLoad:
@@ -269,6 +269,21 @@ def _load(wanted: _Wanted) -> Loaded:
         model = model.to(device)
     options = {"name": wanted.name, "kind": wanted.kind, "revision": wanted.revision, "quantized": wanted.quantize}
     return _describe(model.eval(), tokenizer, **options)
+
+
+def _whole(maker: Any, source: str, **kwargs: Any) -> Any:
+    """A model all of whose weights came from the checkpoint; by themselves, missing ones would be random."""
+    model, about = maker.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
+    if others := about["mismatched_keys"]:
+        name, stored, wanted = sorted(others)[0]
+        raise ValueError(
+            f"{len(others)} of its weights have another shape than its config.json says, as {name}: "
+            f"{list(stored)} stored, {list(wanted)} wanted"
+        )
+    if missing := sorted(about["missing_keys"]):
+        shown = ", ".join(missing[:3])
+        raise ValueError(f"its files lack {len(missing)} weights that its config.json asks for, as {shown}")
+    return model
 
 
 def _source(wanted: _Wanted) -> str:

@@ -98,6 +98,21 @@ def test_a_loaded_model_needs_its_tokenizer_and_stays_itself(smollm2):
 
 
 @pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_hidden_layers": 4}, "lack 9 weights that its config.json asks for, as model.layers.3."),
+        ({"attention_bias": True}, "lack 12 weights"),
+        ({"intermediate_size": 136}, r"9 of its weights have another shape .* \[64, 128\] stored, \[64, 136\] wanted"),
+    ],
+)
+def test_no_weight_is_ever_made_up(folder, change, says):
+    stored = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(stored | change))
+    with pytest.raises(CannotLoad, match=says):
+        load(folder)
+
+
+@pytest.mark.parametrize(
     ("name", "says"),
     [
         ("smolm2", "no model 'smolm2'; did you mean 'smollm2'"),

@@ -273,3 +273,17 @@ def test_a_writer_stopped_past_its_retry_and_continued_loses(tmp_path, monkeypat
     os.kill(stopped.pid, signal.SIGCONT)
     assert stopped.stdout.read() == b"lost\n"
     assert (folder / "_commits" / "u000000.json").read_bytes() == before
+
+
+def test_what_only_loading_shows_ends_the_run_with_its_reason(cluster, tmp_path, capsys):
+    """The model's files are there and whole, and the weights are of another shape."""
+    model, folder = build_model(tmp_path / "model"), tmp_path / "run"
+    about = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**about, "intermediate_size": about["intermediate_size"] + 8}))
+    nodes = {"executor": "ray", "address": cluster.address, "replicas": 2, "resources": {"slot": 1}}
+    capsys.readouterr()
+    assert driver.run(settings(model, cluster=nodes), folder) == 1
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("stopped: 3 replicas could not load") and "\n" not in said
+    assert f"cannot load '{model}' as a model folder" in said and "another shape than its config.json says" in said
+    assert list(store.list_commits(folder)) == []
