@@ -1,7 +1,8 @@
 """Fitting a view to what a template can show.
 
 System messages fold into the first user message where a template knows no system role, neighbours of one role merge
-where it wants strict alternation, and tool results become labelled user text where it has no tool role.
+where it wants strict alternation, and tool results become labelled user text where it has no tool role, with or without
+calls that it is told of.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def arrange(view: View, template: Template) -> list[Slot]:
 
         system.append(ViewMessage(role="system", content=describe(view.tools)))
     slots = [Slot(m.role, [m]) for m in view.messages if m.role != "system"]
-    if not template.takes_tool_role:
+    if not (template.takes_tool_role or template.takes_tool_calls):
         slots = [Slot("user", [_told(m) for m in s.messages]) if s.role == "tool" else s for s in slots]
     if not template.takes_any_order:
         slots = _alternate(slots)
@@ -49,7 +50,7 @@ def _alternate(slots: list[Slot]) -> list[Slot]:
     """Neighbours of one role become one; a user comes first."""
     merged: list[Slot] = []
     for slot in slots:
-        if merged and merged[-1].role == slot.role:
+        if merged and merged[-1].role == slot.role and slot.role != "tool" and not slot.messages[0].in_tools:
             merged[-1].messages.extend(slot.messages)
         else:
             merged.append(Slot(slot.role, list(slot.messages)))
@@ -73,4 +74,4 @@ def shape_of(slots: list[Slot], view: View, template: Template, generate: bool, 
         schemas = schemas_json(view.tools)
     roles = tuple([s.role for s in slots])
     names = tuple([s.messages[0].author if s.role == "tool" else None for s in slots]) if "tool" in roles else ()
-    return Shape(roles, generate, schemas, thinking, names)
+    return Shape(roles, generate, schemas, thinking, names, bool(names) and template.takes_tool_calls)

@@ -81,5 +81,14 @@ def reply_head(markup: str, reply: Reply) -> str:
 
 def without_end(markup: str, template: Template) -> str:
     """`markup` without the end of turn that the tokens before it brought themselves."""
-    end = template.tokenizer.decode(list(template.end_of_turn)) if template.end_of_turn else ""
+    end = _end(template)
     return markup.lstrip(" ").removeprefix(end) if end and markup.lstrip(" ").startswith(end) else markup
+
+
+def from_end(markup: str, template: Template) -> str:
+    """`markup` from its first end of turn on: what a template writes of calls is in the tokens before it already."""
+    return markup[max(markup.find(_end(template)), 0) :]
+
+
+def _end(template: Template) -> str:
+    return template.tokenizer.decode(list(template.end_of_turn)) if template.end_of_turn else ""

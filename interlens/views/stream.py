@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from .arrange import Slot
 from .segments import Item
-from .splice import answer_tokens, own_tokens, reply_head, without_end
+from .splice import answer_tokens, from_end, own_tokens, reply_head, without_end
 from .template import Shape, Template, TemplateError
 from .view import View, ViewMessage, shown
 
@@ -62,10 +62,14 @@ class Stream:
         """(items of a slot with the markup before it, whether they bring their own end of turn)."""
         before, template = self.parts[n], self.template
         own = own_tokens(slot.messages[0], template) if slot.messages else None
+        if n and self.shape.called(n - 1):
+            before = from_end(before, template)
         if brought_end:
             before = without_end(before, template)
         gone = len(self.parts[n]) - len(before)
-        if own is not None and own[1]:
+        if self.shape.called(n):
+            before = self._prompt(n)
+        elif own is not None and own[1]:
             before = reply_head(before, template.reply(self.shape.thinking))
         begins = self.marks or (self.due is not None and bool(slot.messages) and slot.messages[0] is self.due)
         items = self._markup(before, n, gone, begins)
@@ -86,7 +90,13 @@ class Stream:
             text = template.content(text, n, self.shape) if len(slot.messages) == 1 else text.strip()
             items += [Item("markup", label)] if label else []
             items.append(Item("content", text, message.index))
-        return items, own is not None and slot.messages[-1].in_tools
+        last = items[-1]
+        return items, slot.messages[-1].in_tools and bool(last.ids) and last.ids[-1] in template.special_ids
+
+    def _prompt(self, n: int) -> str:
+        """The markup before slot n as it was when slot n was generated."""
+        shape = replace(self.shape, roles=self.shape.roles[:n], names=self.shape.names[:n], generate=True)
+        return self.template.skeleton(shape)[-1]
 
     def _markup(self, text: str, n: int, gone: int, begins: bool) -> list[Item]:
         """Markup before slot n, whose first `gone` characters were left out; with a mark where the slot begins."""

@@ -14,6 +14,7 @@ import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from ..reasoning import FAMILIES, Markers, find_markers, is_inside
@@ -42,6 +43,22 @@ class Shape:
     """`enable_thinking` of the template; None: not given."""
     names: tuple[str | None, ...] = ()
     """Tool names of `tool` messages, one per role."""
+    structured: bool = False
+    """Whether an assistant in front of `tool` messages made calls, of which each answers one."""
+
+    def called(self, n: int) -> bool:
+        """Whether slot n made calls."""
+        return self.structured and self.roles[n] == "assistant" and self.roles[n + 1 : n + 2] == ("tool",)
+
+
+def _call_id(n: int) -> str:
+    """Of the call that tool message n answers: nine letters and digits, as some templates want."""
+    return f"call{n:05d}"
+
+
+def _call(n: int, name: str) -> dict[str, Any]:
+    """The call that tool message n answers, as templates are told of it."""
+    return {"id": _call_id(n), "type": "function", "function": {"name": name, "arguments": {}}}
 
 
 @dataclass(frozen=True)
@@ -155,7 +172,12 @@ class Template:
         for n, (role, content) in enumerate(zip(shape.roles, contents, strict=True)):
             message: dict[str, Any] = {"role": role, "content": content}
             if role == "tool":
-                message |= {"name": shape.names[n] or "tool", "tool_call_id": f"call{n:05d}"}
+                message |= {"name": shape.names[n] or "tool", "tool_call_id": _call_id(n)}
+            elif shape.called(n):
+                results = takewhile(lambda m: shape.roles[m] == "tool", range(n + 1, len(shape.roles)))
+                calls = [_call(m, shape.names[m] or "tool") for m in results]
+                calls[0]["function"]["arguments"] = {"text": content}
+                message |= {"content": "", "tool_calls": calls}
             messages.append(message)
         return messages
 
@@ -169,10 +191,10 @@ class Template:
         plain = self.tokenizer("a")["input_ids"]
         return token if plain and plain[0] == self.tokenizer.bos_token_id else ""
 
-    def takes(self, *roles: str, generate: bool = True) -> bool:
+    def takes(self, *roles: str, generate: bool = True, structured: bool = False) -> bool:
         """Whether the template renders these roles, each once and in order."""
         try:
-            self.skeleton(Shape(roles, generate, names=(None,) * len(roles)))
+            self.skeleton(Shape(roles, generate, names=(None,) * len(roles), structured=structured))
         except TemplateError:
             return False
         return True
@@ -201,7 +223,21 @@ class Template:
 
     @cached_property
     def takes_tool_role(self) -> bool:
-        return self.takes("user", "assistant", "tool") and self.takes("user", "assistant", "tool", "tool")
+        """Whether it shows tool results, several and in several rounds, after whatever an assistant said."""
+        return self._takes_results(structured=False)
+
+    @cached_property
+    def takes_tool_calls(self) -> bool:
+        """Whether it shows tool results only after calls that it is told of, and ends these with the end of turn."""
+        if self.takes_tool_role or not self.end_of_turn or not self._takes_results(structured=True):
+            return False
+        shape = Shape(("user", "assistant", "tool"), names=(None,) * 3, structured=True)
+        return self.tokenizer.decode(list(self.end_of_turn)) in self.skeleton(shape)[2]
+
+    def _takes_results(self, structured: bool) -> bool:
+        one = ("user", "assistant", "tool")
+        several = (*one, "tool", "assistant", "tool")
+        return self.takes(*one, structured=structured) and self.takes(*several, structured=structured)
 
     @cached_property
     def takes_tools(self) -> bool:

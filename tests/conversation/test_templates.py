@@ -30,6 +30,7 @@ TURNS = {
     "cohere": r"<\|START_OF_TURN_TOKEN\|><\|(\w+)_TOKEN\|>(.*?)<\|END_OF_TURN_TOKEN\|>",
 }
 TURNS |= {"qwen2": TURNS["chatml"], "qwen3": TURNS["chatml"], "gemma3": TURNS["gemma2"], "magistral": TURNS["mistral"]}
+TURNS["mistral3"] = TURNS["mistral"]
 OWN = ("assistant", "model", "Assistant", "ASSISTANT", "CHATBOT", "[/INST]")
 REASONS = {
     "qwen3": ("<think>\n", "\n</think>\n\n"),

@@ -129,7 +129,9 @@ def call(name, tool, **arguments):
     return text.replace("NAME", tool).replace("ARGS", json.dumps(arguments))
 
 
-@pytest.mark.parametrize("name", ["chatml", "qwen2", "qwen3", "llama3", "gemma2", "mistral", "harmony", "phi3"])
+@pytest.mark.parametrize(
+    "name", ["chatml", "qwen2", "qwen3", "llama3", "gemma2", "mistral", "mistral3", "harmony", "phi3"]
+)
 def test_the_loop(name):
     tokenizer = family(name)
     final = "<|channel|>final<|message|>It is 5." if name == "harmony" else "It is 5."
@@ -199,3 +201,52 @@ def test_mailboxes():
     conversation.step("bob")
     assert conversation.transcript[-1].metadata["tool_trail"][0]["calls"][0]["result"] == "[]"
     assert branch.communication.boxes is not conversation.communication.boxes
+
+
+@pytest.mark.parametrize("name", ["mistral3", "qwen2", "qwen3", "llama3"])
+def test_a_loop_is_fed_as_the_template_itself_writes_it(name):
+    """Where a model writes its calls as the template does, the prompts of a tool loop are the template's own."""
+    tokenizer = family(name)
+
+    def made(*numbers):
+        if name != "mistral3":
+            return {"content": "".join(call(name, "add", a=n) for n in numbers[:1])}
+        calls = [
+            {"id": f"call{slot:05d}", "type": "function", "function": {"name": "add", "arguments": {"a": n}}}
+            for slot, n in numbers
+        ]
+        return {"content": "", "tool_calls": calls}
+
+    rounds = [made((2, 7), (3, 8)), made((5, 9))] if name == "mistral3" else [made(7), made(9)]
+    lines = [r["content"] for r in rounds]
+    if name == "mistral3":
+        lines = [
+            "[TOOL_CALLS][" + ", ".join(json.dumps({**c["function"], "id": c["id"]}) for c in r["tool_calls"]) + "]"
+            for r in rounds
+        ]
+    alice = speaker("alice", tokenizer, [*lines, "Done."], tools=[add])
+    Conversation([alice], shared_context="Add, <please>.").step("alice")
+    messages = [{"role": "user", "content": "Add, <please>."}]
+    number = 0
+    for round_, request in zip(rounds, alice.engine.requests[1:], strict=True):
+        messages.append({"role": "assistant", **round_})
+        for _ in round_.get("tool_calls", (0,)):
+            number += 1
+            result = {1: "8", 2: "9", 3: "10"}[number] if name == "mistral3" else {1: "8", 2: "10"}[number]
+            messages.append(
+                {"role": "tool", "name": "add", "tool_call_id": f"call{len(messages):05d}", "content": result}
+            )
+        text = tokenizer.apply_chat_template(
+            messages, tools=[dict(t.schema) for t in alice.tools], tokenize=False, add_generation_prompt=True
+        )
+        assert tokenizer.decode(request.tokens) == text
+        assert list(request.tokens) == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_calls_that_are_cut_off_get_the_end_of_turn_they_lack():
+    tokenizer = family("qwen2")
+    alice = speaker("alice", tokenizer, [call("qwen2", "add", a=7), "Done."], tools=[add], max_new_tokens=30)
+    message = Conversation([alice], shared_context="Go.").step("alice")
+    assert message.metadata["tool_trail"][0]["n_tokens"] == 30
+    text = tokenizer.decode(alice.engine.requests[1].tokens)
+    assert text.count("<|im_start|>") == text.count("<|im_end|>") + 1

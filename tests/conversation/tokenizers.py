@@ -147,6 +147,25 @@ MISTRAL = (
     "{% endif %}{{ '[INST]' }}{% if loop.last and sys %}{{ sys + '\n\n' }}{% endif %}{{ m.content + '[/INST]' }}"
     "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
 )
+MISTRAL3 = (  # tool results only after structured calls, whose ids have nine letters
+    "{{ bos_token }}{% set ns = namespace(turn=0, user=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.user = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% set calls = m.role == 'assistant' and m.tool_calls is defined and m.tool_calls %}"
+    "{% if m.role == 'system' %}{{ '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' }}{% else %}"
+    "{% if m.role == 'user' or (m.role == 'assistant' and not calls) %}"
+    "{% if (m.role == 'user') != (ns.turn % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set ns.turn = ns.turn + 1 %}{% endif %}"
+    "{% if m.role == 'user' %}{% if tools and loop.index0 == ns.user %}"
+    "{{ '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}{{ '[INST]' + m.content + '[/INST]' }}"
+    "{% elif calls %}{{ '[TOOL_CALLS][' }}{% for c in m.tool_calls %}"
+    "{% if c.id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}"
+    "{{ (c.function | tojson)[:-1] + ', \"id\": \"' + c.id + '\"}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}"
+    "{{ ']' + eos_token }}"
+    "{% elif m.role == 'assistant' %}{{ m.content + eos_token }}"
+    "{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}"
+    "{{ '[TOOL_RESULTS]{\"content\": ' + (m.content | tojson) + ', \"call_id\": \"' + m.tool_call_id + '\"}[/TOOL_RESULTS]' }}"
+    "{% else %}{{ raise_exception('unknown role') }}{% endif %}{% endif %}{% endfor %}"
+)
 MAGISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' }}"
     "{% elif m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}{% elif m.role == 'assistant' %}"
@@ -197,6 +216,9 @@ FAMILIES = {
     "llama2": dict(template=LLAMA2, kind="pieces", bos="<s>", eos="</s>", adds_bos=True),
     "mistral": dict(template=MISTRAL, kind="pieces", bos="<s>", eos="</s>",
                     special=("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"), adds_bos=True),
+    "mistral3": dict(template=MISTRAL3, kind="pieces", bos="<s>", eos="</s>",
+                     special=("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
+                              "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"), adds_bos=True),
     "magistral": dict(template=MAGISTRAL, bos="<s>", eos="</s>",
                       special=("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[THINK]", "[/THINK]")),
     "phi3": dict(template=PHI3, kind="pieces", bos="<s>", eos="<|endoftext|>",
