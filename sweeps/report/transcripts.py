@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from . import surprisal
 from .markup import Markup, join, number, tag
 
 COLUMNS = ["trunk", "cell", "message_idx", "author", "content", "finish_reason"]
@@ -21,7 +22,7 @@ def tree(run: Any, limit: int) -> Markup:
     if not cells:
         return tag("p", "No conversation is finished yet.", class_="quiet")
     trunk_messages, cell_messages = _messages(run, cells)
-    people = {name: i % 4 for i, name in enumerate(run.config.scenario.participants)}
+    people = _People(run)
     parts = []
     for item, of_item in _grouped(cells, "item"):
         trunks = [
@@ -34,7 +35,7 @@ def tree(run: Any, limit: int) -> Markup:
     if done.num_rows > len(cells):
         counted = f"The first {number(len(cells))} of {number(done.num_rows)} conversations"
         note = tag("p", f"{counted}; the others are in the run folder (sweeps show).", class_="quiet")
-    return join([note, *parts])
+    return join([note, surprisal.legend() if people.decoders else None, *parts])
 
 
 def _messages(run: Any, cells: list[dict]) -> tuple[dict[str, list[dict]], dict[str, list[dict]]]:
@@ -42,9 +43,10 @@ def _messages(run: Any, cells: list[dict]) -> tuple[dict[str, list[dict]], dict[
     field = pc.field("cell").isin([cell["cell"] for cell in cells])
     if trunks:
         field = field | (pc.field("cell").is_null() & pc.field("trunk").isin(sorted(trunks)))
+    names = COLUMNS + surprisal.COLUMNS if run.config.scenario.logprobs else COLUMNS
     of_trunk: dict[str, list[dict]] = {}
     of_cell: dict[str, list[dict]] = {}
-    for row in run.table("messages", columns=COLUMNS, filter=field).sort_by("message_idx").to_pylist():
+    for row in run.table("messages", columns=names, filter=field).sort_by("message_idx").to_pylist():
         target, key = (of_trunk, row["trunk"]) if row["cell"] is None else (of_cell, row["cell"])
         target.setdefault(key, []).append(row)
     return of_trunk, of_cell
@@ -74,9 +76,20 @@ def _branch(cell: dict, axes: list[str], rows: list[dict], people) -> Markup:
     return tag("details", head, *[_message(row, people) for row in rows], foot)
 
 
-def _message(row: dict, people: dict[str, int]) -> Markup:
+def _message(row: dict, people: _People) -> Markup:
     cut = tag("span", " (cut at the length limit)", class_="quiet") if row["finish_reason"] == "length" else None
-    who = tag(
-        "b", row["author"], class_=f"who p{people[row['author']]}" if row["author"] in people else "who moderator"
-    )
-    return tag("div", who, tag("p", row["content"], cut, dir="auto"), class_="message")
+    who = tag("b", row["author"], class_=people.style(row["author"]))
+    decode = people.decoders.get(row["author"])
+    said = decode and surprisal.coloured(row, decode)
+    return tag("div", who, tag("p", row["content"] if said is None else said, cut, dir="auto"), class_="message")
+
+
+class _People:
+    """How each speaker is shown."""
+
+    def __init__(self, run: Any):
+        self.decoders = surprisal.decoders(run)
+        self._numbers = {name: i % 4 for i, name in enumerate(run.config.scenario.participants)}
+
+    def style(self, author: str) -> str:
+        return f"who p{self._numbers[author]}" if author in self._numbers else "who moderator"

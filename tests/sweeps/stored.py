@@ -97,7 +97,7 @@ class StoredRun:
 
     @property
     def plan(self):
-        return SimpleNamespace(table=self.cells.select)
+        return SimpleNamespace(table=self.cells.select, num_items=len(self.cells["item"].unique()))
 
     def outcomes(self):
         return pa.Table.from_pylist([{**self._plan(r), **r.outcomes} for r in self.results])

@@ -8,11 +8,15 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+import sweeps
+from sweeps import driver
 from sweeps.aggregates import build, finalize, findings
 from sweeps.config import AggregateConfig, AxisConfig
 from sweeps.report import write_report
 from sweeps.report.charts import Point, Series, chart, ticks
 from sweeps.report.markup import number, tag, text
+from sweeps.report.surprisal import EDGES, coloured, decoders
+from tests.sweeps.small import build_model, settings
 
 from .stored import StoredRun, results, steer
 
@@ -222,3 +226,23 @@ def test_the_page_of_many_levels_uses_every_aggregate(tmp_path):
     finalize(run)
     page = write_report(run).read_text(encoding="utf-8")
     assert "change from plain, paired" in page and page.count("<svg") == 1
+
+
+def test_tokens_are_coloured_by_their_surprisal(tmp_path_factory):
+    """A real run that kept log-probabilities: every character of every reply is there, each token with its colour."""
+    folder = tmp_path_factory.mktemp("surprisal")
+    model = build_model(folder / "tiny")
+    wanted = settings(model, scenario__logprobs=True, num_items=1, seeds=1, intervention=[], capture=[])
+    assert driver.run(wanted, folder / "run") == 0
+    run = sweeps.open(folder / "run")
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "coloured by their surprisal in nats" in page
+    spans = re.findall(r'<span class="u(\d)" title="([\d.]+) nats">', page)
+    assert spans and all(sum(float(nats) >= edge for edge in EDGES) == int(level) for level, nats in spans)
+    decode = decoders(run)["bob"]
+    for row in run.table("messages").to_pylist():
+        if row["logprobs"]:
+            shown = "".join(parsed(f"<p>{coloured(row, decode)}</p>").texts)
+            assert text(row["content"]) == text(shown)
+    changed = {**row, "content": "edited afterwards"}
+    assert coloured(changed, decode) is None and coloured({**row, "logprobs": None}, decode) is None
