@@ -15,6 +15,7 @@ import statistics
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from interlens.engine import Engine, Request, Sampling
@@ -38,15 +39,16 @@ def offload_rate(megabytes: int = 48, batches: int = 40) -> dict[str, float]:
     pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
     mover = Mover(torch.device("cuda"))
     parts = list(source.chunk(16))
+    shares = np.array_split(np.arange(len(source)), 16)
 
     def bare():
         for _ in range(batches):
             pinned.copy_(source, non_blocking=True)
 
     def ours():
-        moved = [mover.move(parts, "cpu") for _ in range(batches)]
-        for part in moved:
-            part.settle()
+        for claims in [mover.move(parts, "cpu", shares) for _ in range(batches)]:
+            for claim in claims:
+                claim.rows()
 
     bare()
     ours()
