@@ -74,6 +74,13 @@ def _guarded(action: Callable[[], int]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return COMPLETE
+    except Exception as error:
+        if not isinstance(error, OSError) and not type(error).__module__.startswith("pyarrow"):
+            raise
+        print(
+            f"sweeps: {' '.join(str(error).split())}; `sweeps verify` says what is wrong with a folder", file=sys.stderr
+        )
+        return ERROR
 
 
 # ---- commands over a configuration

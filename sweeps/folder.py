@@ -131,6 +131,8 @@ def _continue(config: SweepConfig, root: Path | Remote, confirm: Callable[[], No
             "continue it with the version that began it, or name another run.dir"
         )
     plan = planfile.PlanFile(root)
+    if not plan.parts:
+        raise store.Damaged(f"{str(root)!r} has lost its plan/; restore it from a copy, or name another run.dir")
     known = plan.cell_ids()
     known.sort()
     new, still = 0, np.zeros(len(known), bool)

@@ -47,6 +47,7 @@ def collect(root: store.Root, *, dry_run: bool = False, leased: bool = False) ->
 
     RunRefused where another driver holds it.
     """
+    run = Run(root)
     if not (leased or dry_run):
         lease = Lease(root)
         try:
@@ -57,7 +58,6 @@ def collect(root: store.Root, *, dry_run: bool = False, leased: bool = False) ->
             return collect(root, leased=True)
         finally:
             lease.release()
-    run = Run(root)
     light = [replace(c, cells=(), failed=(), children=()) for c in store.list_commits(root)]
     found = list(uncommitted(run, light))
     for path in () if dry_run else found:

@@ -255,6 +255,8 @@ def _planned(root: Path | Remote) -> int:
     from .planfile import PlanFile
 
     plan = PlanFile(root)
+    if not plan.parts and (root / "run.json").exists():
+        raise store.Damaged(f"{str(root)!r} has lost its plan/; restore it from a copy of the run")
     return plan.num_cells if plan.parts else 0
 
 

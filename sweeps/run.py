@@ -79,6 +79,8 @@ class Run(Records, Results):
     def config(self) -> SweepConfig:
         """As the run was last started or extended."""
         parts = sorted(int(p.stem.split("-")[1]) for p in self.root.glob("config-*.yaml"))
+        if not parts:
+            raise store.Damaged(f"{str(self.root)!r} has no config-<k>.yaml; restore it from a copy of the run")
         return SweepConfig.from_dict(store.read_yaml(self.root, f"config-{parts[-1]}.yaml"))
 
     def config_of(self, part: int) -> SweepConfig:

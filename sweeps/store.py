@@ -27,7 +27,7 @@ Root = str | Path | Remote
 _COMMIT = re.compile(r"u\d+(\.(\d+|r))*\.json")
 
 
-class Damaged(InterlensError):
+class Damaged(InterlensError, ValueError):
     """A file of a run folder that was written whole is no longer so."""
 
 
@@ -165,15 +165,26 @@ def fsync_folder(folder: str | Path) -> None:
 
 
 def read_json(root: Root, name: str) -> Any:
-    """The parsed content of `root/name`. FileNotFoundError where it is missing."""
-    return json.loads((place(root) / name).read_bytes())
+    """The parsed content of `root/name`. FileNotFoundError where it is missing, Damaged where it is not JSON."""
+    try:
+        return json.loads((place(root) / name).read_bytes())
+    except ValueError as error:
+        raise _damaged(root, name, error) from None
 
 
 def read_yaml(root: Root, name: str) -> Any:
-    """The parsed content of `root/name`, plain values only. FileNotFoundError where it is missing."""
+    """The parsed content of `root/name`, plain values only. FileNotFoundError, Damaged as `read_json`."""
     import yaml
 
-    return yaml.load((place(root) / name).read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    try:
+        return yaml.load((place(root) / name).read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        raise _damaged(root, name, error) from None
+
+
+def _damaged(root: Root, name: str, error: Exception) -> Damaged:
+    why = " ".join(str(error).split())
+    return Damaged(f"{name} of {str(root)!r} cannot be read ({why}); restore it from a copy of the run")
 
 
 def dump_yaml(value: Any) -> bytes:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,7 @@ def test_multirun_folders_are_named_by_content(capsys):
     (["report", "nowhere"], 1, "is no run folder"),
     (["show", "nowhere"], 1, "usage: sweeps show"),
     (["verify", "nowhere", "--depp"], 1, "usage: sweeps verify"),
+    (["gc", "nowhere"], 1, "is no run folder"),
     (["fly"], 1, "no command 'fly'; there are: plan, run"),
     ([], 1, ""),
 ])  # fmt: skip
@@ -99,6 +101,23 @@ def test_errors_are_one_line_and_leave_nothing(arguments, code, said, capsys):
     assert main(arguments) == code
     err = capsys.readouterr().err
     assert said in err and err.count("\n") <= 1 and files() == []
+
+
+@pytest.mark.parametrize(("damage", "said"), [
+    (lambda run: (run / "run.json").write_text("{oops"), "run.json of 'runs/sweep' cannot be read"),
+    (lambda run: (run / "config-0.yaml").write_text("a: ["), "config-0.yaml of 'runs/sweep' cannot be read"),
+    (lambda run: shutil.rmtree(run / "plan"), "plan"),
+    (lambda run: next((run / "_commits").iterdir()).write_text("{"), "restore it, or delete it to run its unit again"),
+    (lambda run: next((run / "messages").iterdir()).unlink(), "no such file: runs/sweep/messages/"),
+    (lambda run: next((run / "messages").iterdir()).write_bytes(b"PAR1"), "messages/u000000-"),
+])  # fmt: skip
+def test_damage_to_a_run_is_told_in_one_line(damage, said, capsys):
+    assert main(["run", *SCRIPTED]) == 0
+    damage(Path("runs/sweep"))
+    capsys.readouterr()
+    for command in (["report", "runs/sweep"], ["run", *SCRIPTED]):
+        code, err = main(command), capsys.readouterr().err
+        assert (code == 1 and said in err and err.count("\n") == 1) or (command[0] == "run" and "messages" in said), err
 
 
 def test_an_own_folder_that_is_something_else_is_refused(capsys):
