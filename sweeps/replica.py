@@ -401,6 +401,7 @@ class UnitRun:
         self.left_trunks.pop(trunk.id)
         if done.error is None:
             messages, records, routing = done.value
+            self.writer.models = self.replica.setting(self.unit.part, dict(trunk.condition)).names
             self.writer.add_trunk(trunk.id, messages, records, routing)
             self._branch(cells, messages)
             return
@@ -423,6 +424,7 @@ class UnitRun:
         )  # fmt: skip
         try:
             added = self._add_to_sums(result)
+            self.writer.models = self.replica.setting(self.unit.part, dict(cell.condition)).names
             self.writer.add_cell(cell, messages[start:], records, outcomes, start=start)
             self.writer.add_routing(cell, routing)
         except OSError:

@@ -35,7 +35,8 @@ class UnitWriter:
     """Streams a unit's trunks and cells to files; `commit` closes the unit."""
 
     def __init__(self, root: store.Root, unit: Unit, models: Mapping[str, str], attempt: str | None = None):
-        """`models`: participant -> model name, the partition of its records. `attempt`: 8 hex digits, None: random."""
+        """`models`: participant -> model name, the partition of its records; set `models` anew for a cell whose condition
+        deals the same models to others. `attempt`: 8 hex digits, None: random."""
         self.root, self.unit, self.models = root, unit, dict(models)
         self.attempt = attempt or secrets.token_hex(4)
         self._rows: dict[str, list[dict[str, Any]]] = {name: [] for name in _TABLES}

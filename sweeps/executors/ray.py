@@ -11,9 +11,10 @@ import logging
 import math
 import os
 import socket
+import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -311,12 +312,35 @@ def _connect(cluster: ClusterConfig) -> Any:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
     logging.getLogger("ray").setLevel(logging.ERROR)
     if address:
-        return ray.init(address=address, **quiet)
+        return _beside(lambda: ray.init(address=address, **quiet))
     cpus = max(math.ceil(cluster.replicas * cluster.num_cpus), os.cpu_count() or 1)
-    return ray.init(
+    return _beside(lambda: ray.init(
         address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=cluster.object_store_memory,
         resources={k: v * cluster.replicas for k, v in cluster.resources.items()} or None, **quiet,
-    )  # fmt: skip
+    ))  # fmt: skip
+
+
+def _beside(connect: Callable[[], Any]) -> Any:
+    """What `connect` returns, called in another thread.
+
+    In the main thread Ray installs a handler of its own, and a signal that comes while it connects aborts the process.
+    """
+    found: list[Any] = []
+
+    def call() -> None:
+        try:
+            found.append((connect(), None))
+        except BaseException as error:
+            found.append((None, error))
+
+    thread = threading.Thread(target=call, name="sweeps-connect", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.1)
+    value, error = found[0]
+    if error is not None:
+        raise error
+    return value
 
 
 def _absolute(run_dir: str) -> str:

@@ -172,6 +172,19 @@ def test_casts_share_trunks_and_each_has_its_replica(model, undisturbed, tmp_pat
     }
 
 
+def test_a_unit_whose_conditions_swap_its_models_files_each_record_under_its_own(model, tmp_path):
+    models = {name: {"source": str(model), "dtype": "float32"} for name in ("tiny", "other")}
+    axes = {f"scenario.participants.{who}.model": ["tiny", "other"] for who in ("alice", "bob")}
+    config = settings(model, models=models, grid=axes, num_items=1, seeds=1, intervention=[], aggregate={})
+    assert driver.run(config, tmp_path / "run") == 0
+    run = reader.open(tmp_path / "run")
+    mixed = [c for c in run.commits() if len(c.cells) == 2]
+    assert len(mixed) == 1, "alice and bob with their models swapped are one cast, and here one unit"
+    for row in run.cells.to_pylist():
+        found = {r["model"] for r in run._index(None, {"cell": row["cell"]}).to_pylist()}
+        assert found == {row["scenario.participants.bob.model"]}
+
+
 def test_a_disk_that_fills_stops_the_run_and_loses_nothing(model, tmp_path, monkeypatch, capsys):
     disk = tmp_path / "disk"
     disk.mkdir()
