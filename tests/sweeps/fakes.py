@@ -56,7 +56,7 @@ class FakeReplica:
 
     def load(self):
         reach("replica.loaded")
-        self.note(f"load {os.getpid()}")
+        self.note(f"load {os.getpid()} gpus={os.environ.get('CUDA_VISIBLE_DEVICES', '')}")
         return {"models": {}, "load_s": 0.0}
 
     def counters(self):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
@@ -40,6 +42,101 @@ def test_the_ray_job_has_deadlines_retries_authentication_and_a_shared_folder():
         mounts = [mount["mountPath"] for container in pod["containers"] for mount in container["volumeMounts"]]
         assert any(run_dir.startswith(path + "/") for path in mounts)
         assert {m["name"] for c in pod["containers"] for m in c["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+
+
+def each(names, schema):
+    return {name: schema for name in names}
+
+
+POD = {
+    "type": "object", "additionalProperties": False, "required": ["spec"],
+    "properties": {
+        "metadata": {"type": "object"},
+        "spec": {
+            "type": "object", "additionalProperties": False, "required": ["containers"],
+            "properties": {
+                "restartPolicy": {"enum": ["Always", "OnFailure", "Never"]},
+                "terminationGracePeriodSeconds": {"type": "integer"},
+                "containers": {"type": "array", "minItems": 1, "items": {
+                    "type": "object", "additionalProperties": False, "required": ["name"],
+                    "properties": {
+                        "name": {"type": "string"}, "image": {"type": "string"},
+                        "env": {"type": "array"},
+                        "resources": {"type": "object", "additionalProperties": False, "properties": {
+                            kind: {"type": "object", "additionalProperties": {"type": ["string", "integer"]}}
+                            for kind in ("requests", "limits")
+                        }},
+                        "volumeMounts": {"type": "array", "items": {
+                            "type": "object", "additionalProperties": False, "required": ["name", "mountPath"],
+                            "properties": {name: {"type": "string"} for name in ("name", "mountPath", "subPath")},
+                        }},
+                    },
+                }},
+                "volumes": {"type": "array", "items": {"type": "object", "required": ["name"]}},
+            },
+        },
+    },
+}  # fmt: skip
+TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
+COUNT = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+RAY_JOB_SPEC = {
+    "type": "object", "additionalProperties": False,
+    "properties": {
+        **each(("activeDeadlineSeconds", "backoffLimit", "ttlSecondsAfterFinished"), COUNT),
+        **each(("shutdownAfterJobFinishes", "suspend"), {"type": "boolean"}),
+        **each(("entrypoint", "runtimeEnvYAML", "jobId", "entrypointResources", "managedBy"), {"type": "string"}),
+        **each(("entrypointNumCpus", "entrypointNumGpus"), {"type": "number"}),
+        **each(("metadata", "clusterSelector"), TEXTS),
+        "submissionMode": {"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]},
+        "submitterConfig": {"type": "object", "additionalProperties": False, "properties": {"backoffLimit": COUNT}},
+        "submitterPodTemplate": POD,
+        "rayClusterSpec": {
+            "type": "object", "additionalProperties": False, "required": ["headGroupSpec"],
+            "properties": {
+                "rayVersion": {"type": "string"}, "enableInTreeAutoscaling": {"type": "boolean"},
+                "suspend": {"type": "boolean"}, "headServiceAnnotations": TEXTS, "autoscalerOptions": {"type": "object"},
+                "authOptions": {"type": "object", "additionalProperties": False,
+                                "properties": {"mode": {"enum": ["disabled", "token"]}}},
+                "headGroupSpec": {
+                    "type": "object", "additionalProperties": False, "required": ["rayStartParams", "template"],
+                    "properties": {"rayStartParams": TEXTS, "template": POD, "serviceType": {"type": "string"},
+                                   "enableIngress": {"type": "boolean"}},
+                },
+                "workerGroupSpecs": {"type": "array", "items": {
+                    "type": "object", "additionalProperties": False,
+                    "required": ["groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"],
+                    "properties": {
+                        "groupName": {"type": "string"}, "rayStartParams": TEXTS, "template": POD,
+                        **each(("replicas", "minReplicas", "maxReplicas", "numOfHosts"), COUNT),
+                    },
+                }},
+            },
+        },
+    },
+}  # fmt: skip
+"""What `ray.io/v1` allows in a RayJob's spec, and of a pod what is used here: names and types as KubeRay documents them."""
+
+
+def test_the_ray_job_fits_its_schema():
+    job = yaml.safe_load((CLUSTER / "kuberay" / "rayjob.yaml").read_text())
+    assert set(job) == {"apiVersion", "kind", "metadata", "spec"}
+    jsonschema.validate(job["spec"], RAY_JOB_SPEC)
+    for path, value in ((("backofLimit",), 3), (("backoffLimit",), "3"), (("rayClusterSpec", "authOptions", "mode"), "on"),
+                        (("rayClusterSpec", "headGroupSpec", "rayStartParams", "num-cpus"), 0)):  # fmt: skip
+        broken = copy.deepcopy(job["spec"])
+        inner = broken
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = value
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(broken, RAY_JOB_SPEC)
+
+
+def test_every_metric_is_documented():
+    from sweeps.metrics import METRICS
+
+    told = re.findall(r"`ray_sweeps_(\w+)`", (CLUSTER / "README.md").read_text())
+    assert told == list(METRICS)
 
 
 def test_what_the_ray_job_runs_is_a_valid_configuration():

@@ -6,16 +6,19 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections import Counter
 
 import pytest
 
 from sweeps import driver, store
+from sweeps.metrics import METRICS
 from sweeps.planfile import PlanFile
 from sweeps.verify import verify
 from tests.sweeps.fakes import config, items
@@ -31,7 +34,8 @@ def cluster():
     os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 (as Ray spells it)
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100_000_000}
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100_000_000,
+            "_system_config": {"metrics_report_interval_ms": 500}}  # fmt: skip
     made = Cluster(initialize_head=True, head_node_args=head)
     made.workers = [add_node(made), add_node(made)]
     yield made
@@ -88,6 +92,7 @@ class Sweep:
         assert set((held + failed).values()) == {1}
         trunks = Counter(trunk for commit in commits.values() for trunk in commit.trunks)
         assert set(trunks.values()) <= {1}
+        assert verify(self.folder, deep=True).ok
         return held, failed
 
     def later(self, action):
@@ -227,6 +232,78 @@ def test_sigterm_stops_a_driver_that_is_connected_to_ray(sweep, cluster):
     process.terminate()
     assert process.wait(30) == 4
     assert any(commit.children for commit in store.list_commits(sweep.folder))
+
+
+TERMINATED = """
+import os, signal, sys, threading
+from sweeps import driver
+from tests.sweeps.fakes import config, items
+nodes = {"replicas": 1, "address": sys.argv[2], "resources": {"slot": 1}}
+before = driver.reach
+def reach(point):
+    if point == "driver.planned":
+        threading.Timer(float(sys.argv[3]), os.kill, (os.getpid(), signal.SIGTERM)).start()
+    before(point)
+driver.reach = reach
+sys.exit(driver.run(config(items(4), executor="ray", cluster=nodes), sys.argv[1], replica="tests.sweeps.fakes:FakeReplica"))
+"""
+
+
+@pytest.mark.parametrize("after_s", [0.3])
+def test_sigterm_while_the_driver_connects_to_ray_is_a_clean_stop(sweep, cluster, after_s):
+    """Without care Ray aborts the process there."""
+    command = [sys.executable, "-c", TERMINATED, str(sweep.folder), cluster.address, str(after_s)]
+    environment = {**os.environ, "SWEEPS_FAKE_PAUSE_S": "1"}
+    assert subprocess.run(command, env=environment, check=False, timeout=60).returncode == 4
+    assert sweep.events[-1]["reason"] == "received SIGTERM"
+
+
+def test_replicas_share_gpus_or_have_several_of_one_node(sweep, cluster, monkeypatch):
+    """Placement only: Ray's word for GPUs that do not exist."""
+    monkeypatch.setenv("SWEEPS_FAKE_PAUSE_S", "0.3")
+    node = cluster.add_node(num_cpus=4, num_gpus=2, object_store_memory=100_000_000)
+    try:
+        assert sweep(items(8), seeds=1, unit_cells=1, cluster={"replicas": 4, "num_gpus": 0.5, "resources": {}}) == 0
+        where = [
+            line.split("gpus=")[1] for line in (sweep.folder.parent / "ran").read_text().splitlines() if "gpus" in line
+        ]
+        assert Counter(where) == {"0": 2, "1": 2}, "two replicas a GPU"
+        (sweep.folder.parent / "ran").unlink()
+        whole = Sweep(cluster, sweep.folder.parent / "whole")
+        assert whole(items(4), seeds=1, unit_cells=1, cluster={"replicas": 2, "num_gpus": 2, "resources": {}}) == 0
+        where = [
+            line.split("gpus=")[1] for line in (sweep.folder.parent / "ran").read_text().splitlines() if "gpus" in line
+        ]
+        assert where == ["0,1"], "one fits; the other waits for room, which is no error"
+    finally:
+        cluster.remove_node(node)
+
+
+def test_every_metric_can_be_scraped_while_a_sweep_runs(sweep, cluster, monkeypatch):
+    monkeypatch.setenv("SWEEPS_FAKE_PAUSE_S", "0.1")
+    found = {}
+
+    def scrape(sweep):
+        import ray
+
+        sweep.wait_for("dispatched", 4)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and found.get("cells_committed", 0) == 0:
+            for node in ray.nodes():
+                with contextlib.suppress(OSError):
+                    page = urllib.request.urlopen(
+                        f"http://127.0.0.1:{node['MetricsExportPort']}/metrics", timeout=5
+                    ).read()
+                    lines = re.findall(r"^ray_sweeps_(\w+)\{.*\} ([\d.e+]+)$", page.decode(), re.MULTILINE)
+                    found.update((name, float(value)) for name, value in lines)
+            time.sleep(0.3)
+
+    thread = sweep.later(scrape)
+    assert sweep(items(60), seeds=1, unit_cells=3) == 0
+    thread.join()
+    assert sweep.error is None
+    assert found.keys() == METRICS.keys()
+    assert found["cells_committed"] > 0 and found["replicas_ready"] > 0 and found["cells_failed"] == 0
 
 
 def test_runs_of_one_process_share_loaded_replicas(cluster, tmp_path):

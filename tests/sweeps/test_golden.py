@@ -1,12 +1,14 @@
 """What an earlier version wrote is still read, and its ids still stand."""
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import sweeps
-from sweeps import tables
+from sweeps import folder, tables
 from sweeps.plan import expand
 from sweeps.verify import verify
 from tests.sweeps import talk
@@ -52,3 +54,18 @@ def test_its_ids_stand(version, tmp_path):
     assert unit.trunks[0].id == run.cells["trunk"][0].as_py()
     (again,) = expand(run.config)
     assert again == unit, "and so does the configuration in the folder"
+
+
+@pytest.mark.parametrize("version", [*VERSIONS[:-1], "v99"])
+def test_a_folder_of_another_version_is_never_continued(version, tmp_path):
+    """Readers accept the previous version; writing into it would mix two."""
+    golden = Path(__file__).with_name("golden") / (version if version in VERSIONS else VERSIONS[-1])
+    shutil.copytree(golden, tmp_path / "run")
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    about["schema_version"] = int(version[1:])
+    (tmp_path / "run" / "run.json").write_text(json.dumps(about))
+    before = sorted(tmp_path.rglob("*"))
+    said = rf"schema version {version[1:]}, this is {tables.SCHEMA_VERSION}; continue it with the version that began it"
+    with pytest.raises(folder.RunRefused, match=said):
+        folder.enter(make.config(tmp_path), tmp_path / "run")
+    assert sorted(tmp_path.rglob("*")) == before

@@ -92,6 +92,21 @@ def test_an_adapter_is_its_content(tmp_path):
     assert adapted("one") == adapted("copy") and not adapted("one") & adapted("two")
 
 
+def test_an_adapter_that_changed_is_refused_with_the_difference(tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "adapter_model.safetensors").write_bytes(b"x")
+    people = {"alice": {"model": "tiny"}, "bob": {"model": "tiny", "adapter": str(tmp_path / "own")}}
+
+    def config():
+        return talk.config(tmp_path, scenario=scenario(participants=people))
+
+    folder.enter(config(), config().run.dir)
+    assert folder.enter(config(), config().run.dir).state == "same"
+    (tmp_path / "own" / "adapter_model.safetensors").write_bytes(b"y")
+    with pytest.raises(RunRefused, match=rf"inputs\.{tmp_path}/own: .* -> "):
+        folder.enter(config(), config().run.dir)
+
+
 @pytest.mark.parametrize(("values", "said"), [
     (torch.ones(7), "has 7 values, residual there has 8"),
     (torch.zeros(8), "cannot steer"),
