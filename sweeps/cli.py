@@ -77,9 +77,9 @@ def _guarded(action: Callable[[], int]) -> int:
     except Exception as error:
         if not isinstance(error, OSError) and not type(error).__module__.startswith("pyarrow"):
             raise
-        print(
-            f"sweeps: {' '.join(str(error).split())}; `sweeps verify` says what is wrong with a folder", file=sys.stderr
-        )
+        text = " ".join(str(error).split())
+        missing = "no such file: " * (isinstance(error, FileNotFoundError) and "o such file" not in text)
+        print(f"sweeps: {missing}{text}; `sweeps verify` says what is wrong with a folder", file=sys.stderr)
         return ERROR
 
 
