@@ -153,6 +153,7 @@ def take(
     specs = tuple(dict.fromkeys((*asked, *(b.spec for b in blocks))))
     request = TurnRequest(options=replace(options, capture=specs), key=key, index=index, tokens_left=limit)
     request = replace(request, fit=lambda request, view: fit(conversation, speaker, view, request))
+    conversation.communication.begins(read_only(conversation), speaker.name)
     view = yield from fit(conversation, speaker, build(conversation, speaker, extra), request)
     message = yield from speaker.turn(view, request)
     if not isinstance(message, Message) or message.author != speaker.name:

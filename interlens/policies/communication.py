@@ -25,6 +25,9 @@ class CommunicationPolicy:
         """Tools that `pov` has because of this policy."""
         return ()
 
+    def begins(self, conversation: Conversation, pov: str) -> None:
+        """Called when a turn, or a sample, of `pov` begins; it may come to nothing."""
+
     def spoken(self, conversation: Conversation, message: Message) -> None:
         """Called when a turn has been committed."""
 
@@ -95,6 +98,10 @@ class MessagingPolicy(CommunicationPolicy):
     def visible(self, conversation, index, message, pov):
         return message.author == conversation.moderator_name or pov not in self._order(conversation)
 
+    def begins(self, conversation, pov):
+        # what an unfinished turn left behind; in place, as tools hold on to the list
+        self._pending[:] = [entry for entry in self._pending if entry[1] != pov]
+
     def tools(self, conversation, pov):
         from ..tools import Tool
 
@@ -102,8 +109,6 @@ class MessagingPolicy(CommunicationPolicy):
         if pov not in names:
             return ()
         box, pending = self.boxes.setdefault(pov, []), self._pending
-        # a generator asks for its tools once, at the start of its turn: forget what an unfinished turn left behind
-        pending[:] = [entry for entry in pending if entry[1] != pov]
         read = [0]
 
         def send_message(to: str, content: str) -> str:
@@ -137,4 +142,4 @@ class MessagingPolicy(CommunicationPolicy):
         reads = [int(e[2]["n"]) for e in self._pending if e[0] == "read" and e[1] == message.author]
         if reads:
             del self.boxes[message.author][: max(reads)]
-        self._pending = [e for e in self._pending if e[1] != message.author]
+        self.begins(conversation, message.author)

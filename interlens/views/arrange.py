@@ -32,7 +32,7 @@ def arrange(view: View, template: Template) -> list[Slot]:
     if not (template.takes_tool_role or template.takes_tool_calls):
         slots = [Slot("user", [_told(m) for m in s.messages]) if s.role == "tool" else s for s in slots]
     if not template.takes_any_order:
-        slots = _alternate(slots)
+        slots = _alternate(slots, template.takes_tool_calls)
     if system and not template.takes_system:
         if not slots or slots[0].role != "user":
             slots.insert(0, Slot("user"))
@@ -46,11 +46,13 @@ def arrange(view: View, template: Template) -> list[Slot]:
     return slots
 
 
-def _alternate(slots: list[Slot]) -> list[Slot]:
-    """Neighbours of one role become one; a user comes first."""
+def _alternate(slots: list[Slot], calls: bool) -> list[Slot]:
+    """Neighbours of one role become one, but for tool results and, where the template is told of them, calls; a user
+    comes first."""
     merged: list[Slot] = []
     for slot in slots:
-        if merged and merged[-1].role == slot.role and slot.role != "tool" and not slot.messages[0].in_tools:
+        apart = slot.role == "tool" or (calls and slot.messages[0].in_tools)
+        if merged and merged[-1].role == slot.role and not apart:
             merged[-1].messages.extend(slot.messages)
         else:
             merged.append(Slot(slot.role, list(slot.messages)))

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from interlens import Conversation, MessagingPolicy, ToolRegistry
+from interlens.policies import approve, deny
 from interlens.tools import (
     Call,
     Tool,
@@ -192,6 +193,7 @@ def test_mailboxes():
     conversation = Conversation(people, shared_context="Work.", communication=MessagingPolicy())
     sampled = conversation.sample("alice")
     assert sampled.metadata["tool_trail"] and conversation.communication.boxes.get("bob", []) == []
+    conversation.message_hooks = [lambda message, seen: (seen.view("alice"), seen.view("bob")) and approve()]
     conversation.run(turns=2)
     assert "Meet at noon." not in conversation.render_templated("bob").split("Read it.")[0].split("tool_response")[0]
     read = conversation.transcript[2].metadata["tool_trail"][0]["calls"][0]["result"]
@@ -250,3 +252,44 @@ def test_calls_that_are_cut_off_get_the_end_of_turn_they_lack():
     assert message.metadata["tool_trail"][0]["n_tokens"] == 30
     text = tokenizer.decode(alice.engine.requests[1].tokens)
     assert text.count("<|im_start|>") == text.count("<|im_end|>") + 1
+
+
+def test_mailboxes_in_a_rollout_are_mailboxes_alone():
+    """Mail goes to its own conversation; a denied turn and a failing one deliver none."""
+    tokenizer = family("qwen2")
+
+    def answer(who, other):
+        def says(request, _):
+            key, turn, call_number = request.key[1:]
+            if isinstance(call_number, list):  # the second generation of a turn
+                if key == 2 and who == "alice":
+                    return RuntimeError("lost")
+                return f"{who} is done with turn {turn}."
+            if turn % 2 or who == "bob":
+                return call("qwen2", "read_messages")
+            return call("qwen2", "send_message", to=other, content=f"Letter {key}.{turn}")
+
+        return says
+
+    people = [speaker("alice", tokenizer, answer("alice", "bob")), speaker("bob", tokenizer, answer("bob", "alice"))]
+    conversation = Conversation(people, shared_context="Work.", communication=MessagingPolicy())
+    conversation.message_hooks = [
+        lambda message, seen: deny() if seen.key == 1 and message.author == "alice" else approve()
+    ]
+    report = conversation.rollout(4, turns=4)
+    assert [r.error is not None for r in report] == [False, False, True, False]
+    for key, result in enumerate(report):
+        alone = conversation.branch()
+        alone.key = key
+        if result.error is None:
+            alone.run(turns=4)
+        assert result.error is not None or alone.transcript == result.transcript
+        reads = [
+            mail["content"] for m in result.transcript for t in m.metadata.get("tool_trail", ())
+            for c in t["calls"] if c["name"] == "read_messages" for mail in json.loads(c["result"])
+        ]  # fmt: skip
+        assert reads == ({0: [0, 2], 3: [0, 2]}.get(key, []) and [f"Letter {key}.{n}" for n in (0, 2)])
+    failed = report.results[2].conversation
+    failed.participants[0].engine.answer = lambda request, tokenizer: "I send nothing."
+    failed.step("alice")
+    assert failed.communication.boxes.get("bob", []) == []  # the letter of the turn that failed was not sent
