@@ -41,6 +41,12 @@ def kind(name: str) -> str:
     return "hub"
 
 
+def has_tokenizer(folder: str) -> bool:
+    """Whether any file of a model folder is a tokenizer's."""
+    patterns = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+    return any(next(Path(folder).expanduser().glob(pattern), None) for pattern in patterns)
+
+
 def _folder_kind(name: str, path: Path) -> str:
     if (path / "adapter_config.json").is_file():
         return "adapter"

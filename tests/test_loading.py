@@ -148,6 +148,10 @@ def test_the_root_cause_surfaces(folder, tmp_path):
     (folder / "config.json").write_text("{not json")
     with pytest.raises(CannotLoad, match=r"config\.json"):
         load(folder)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(CannotLoad, match="no tokenizer in it; put it there with"):
+        load(folder)
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(CannotLoad, match=r"holds no model: no config.json or adapter_config.json; it has: nothing"):
