@@ -172,6 +172,8 @@ class Conversation:
         """`run` as a generator of Work."""
         if turns is None and until is None:
             raise ValueError("a run needs an end: give turns=..., until=..., or both")
+        if turns is not None and (turns < 0 or turns != int(turns)):
+            raise ValueError(f"turns is {turns}; it must be a whole number of at least 0")
         speaker = None if first is None else self.participant(first).name
         stop = copy.deepcopy(condition(until))  # its state is this run's
         self.stop_reason, self.conditions = None, [stop] if stop else []
@@ -204,6 +206,8 @@ class Conversation:
         names = [self.participant(s).name for s in (speaker if several else [speaker])]
         if isinstance(message, str):
             message = Message(as_author or self.moderator_name, message)
+        elif message is not None and not isinstance(message, Message):
+            raise TypeError(f"what to answer is a text or a Message, not {message!r}")
         elif message is not None and as_author is not None:
             message = message.copy(author=as_author)
         extra = () if message is None else (message,)

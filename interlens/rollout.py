@@ -68,15 +68,20 @@ def rollout(
     analyzer: Callable[[Conversation], dict] | None = None, capture: Any = None,
 ) -> RolloutReport:  # fmt: skip
     """See `Conversation.rollout`."""
-    rows = None if data is None else [dict(row) for row in data]
+    rows = None if data is None else list(data)
+    for number, row in enumerate(rows or ()):
+        if not isinstance(row, Mapping):
+            raise TypeError(f"row {number} of data is no mapping of columns to values: {row!r}")
     if rows is not None and not rows:
         raise ValueError("data has no rows")
     if n is None and rows is None:
         raise ValueError("how many conversations? give n=..., data=[...], or both")
+    if n is not None and n < 1:
+        raise ValueError(f"n is {n}; it must be at least 1")
     count = len(rows or ()) if n is None else n
     made = []
     for i in range(count):
-        other = conversation.with_row(rows[i % len(rows)] if rows else conversation.row)
+        other = conversation.with_row(dict(rows[i % len(rows)]) if rows else conversation.row)
         other.key = i
         if seed is not None:
             other.seed = seed

@@ -62,6 +62,10 @@ class TurnOptions:
     forced: tuple[int, ...] | None = None
     """Teacher forcing: the reply is these tokens, fed as if they had been drawn."""
 
+    def __post_init__(self):
+        if self.max_new_tokens is not None and self.max_new_tokens < 1 and self.forced is None:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:

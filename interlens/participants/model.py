@@ -244,6 +244,8 @@ def participants_of(models: Any, names: Any, options: Mapping[str, Any]) -> list
         ref = given if isinstance(given, str) else id(given)
         if ref not in shared:
             is_name = isinstance(given, (str, os.PathLike))
+            if not is_name and not hasattr(given, "forward"):
+                raise TypeError(f"a model is a name, a folder, a loaded model or (model, tokenizer), not {given!r}")
             if is_name:
                 kind(os.fspath(given))  # a name that can be no model is refused now, not at the first turn
             shared[ref] = (

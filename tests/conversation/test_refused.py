@@ -62,3 +62,20 @@ def test_a_misspelt_option_names_the_nearest_and_all(folder):
         Conversation.from_models((folder, folder), shared_contxt="Hello")
     made = AutoModelParticipant.from_pretrained(folder, name="a", load_options={"dtype": "float32"})
     assert isinstance(made, ModelParticipant)
+
+
+def test_impossible_turns_rows_and_models_are_refused(folder):
+    conversation = Conversation.from_models((folder, folder))
+    before = list(conversation.transcript)
+    for ask, kind, said in (
+        (lambda: conversation.run(turns=-1), ValueError, "turns is -1"),
+        (lambda: conversation.run(turns=1.5), ValueError, "turns is 1.5; it must be a whole number"),
+        (lambda: conversation.step("a", max_new_tokens=0), ValueError, "max_new_tokens is 0; it must be at least 1"),
+        (lambda: conversation.sample("a", 3), TypeError, "a text or a Message, not 3"),
+        (lambda: conversation.rollout(0, turns=1), ValueError, "n is 0; it must be at least 1"),
+        (lambda: conversation.rollout(data=[{"x": 1}, 2], turns=1), TypeError, "row 1 of data is no mapping"),
+        (lambda: Conversation.from_models((3,)), TypeError, "a model is a name, a folder"),
+    ):
+        with pytest.raises(kind, match=said):
+            ask()
+    assert list(conversation.transcript) == before
