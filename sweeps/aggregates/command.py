@@ -16,7 +16,7 @@ from .results import finalize
 HELP = """sweeps aggregate DIR                      all aggregates of the run's configuration, from their recorded sums
 sweeps aggregate DIR name=NAME key=value  one aggregate, recomputed from what is stored: options as in `aggregate:`,
                                           starting from the configuration's own of that name; kind=KIND for a new name
-  replicas=N                              N > 1: on Ray, one task per unit"""
+  replicas=N                              N > 1: on Ray, sums with one task per unit, probes with one per place"""
 
 
 def aggregate(run: Any, given: Sequence[str]) -> list[Path | Remote]:
@@ -25,7 +25,7 @@ def aggregate(run: Any, given: Sequence[str]) -> list[Path | Remote]:
     replicas = options.pop("replicas", 1)
     cluster = replace(run.config.cluster, num_cpus=1, num_gpus=0, replicas=replicas) if replicas > 1 else None
     if not options:
-        results = finalize(run)
+        results = finalize(run, cluster=cluster)
     else:
         name = options.pop("name", None)
         if not isinstance(name, str) or not name:

@@ -7,9 +7,12 @@ from typing import Any
 
 from interlens.probes import cosine_map, evaluate, fit
 
+from ..config import AggregateConfig
+from . import build
 from .columns import check_known, check_met, read_labels
 from .expressions import parse, parse_contrast
-from .places import Labelled, Question, labelled_places, places, tensor_names
+from .places import Labelled, Place, Question, labelled, labelled_places, leaks, places, tensor_names
+from .shards import opened, root_of
 from .source import Source
 
 CONTROLS = ("shuffled", "random", "orthogonal")
@@ -26,6 +29,8 @@ class ContrastFit:
 
     kind = ""
     method = ""
+    spread: tuple[dict[str, Any], Any] | None = None
+    """(options, cluster) where places are to be worked on side by side."""
 
     def __init__(
         self,
@@ -92,6 +97,23 @@ class ContrastFit:
         """The labelled vectors of every place this aggregate reads, one after the other."""
         return labelled_places(run, self.question())
 
+    def each_place(self, run: Any, what: str) -> Iterator[tuple[Place, Any]]:
+        """What the method `what` (run, place) makes of every place, in order: here, or with `spread` in Ray tasks."""
+        found = places(run, self.source)
+        if self.spread is None:
+            yield from ((place, getattr(self, what)(run, place)) for place in found)
+            return
+        from ..executors.ray import spread
+
+        options, cluster = self.spread
+        calls = [(root_of(run), self.name, options, what, place.key) for place in found]
+        made = dict(spread("sweeps.aggregates.contrasts:at_place", calls, cluster))
+        yield from ((place, made[number]) for number, place in enumerate(found))
+
+    def evaluated(self, run: Any, place: Place) -> dict[str, Any]:
+        """`evaluation` of one place."""
+        return self.evaluation(labelled(run, place, self.question()))
+
     def question(self, *also: str) -> Question:
         """What this aggregate asks of the stored vectors."""
         return Question(
@@ -121,6 +143,7 @@ class ContrastFit:
         except ValueError as error:
             return {"evaluation": None, "why": str(error)}
         counted = {
+            "warnings": leaks(data, self.split),
             "rows": len(data.y),
             "rows_stored": data.num_stored,
             "excluded": data.num_excluded,
@@ -152,25 +175,38 @@ class ProbeFit(MessageFit):
 
     def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]:
         """Fit on all rows (or the keyed sample of `max_rows`), evaluate on held-out groups."""
-        names = tensor_names(places(run, self.source))
+        made = list(self.each_place(run, "fitted"))
+        names = tensor_names(place for place, _ in made)
         entries, tensors = [], {}
-        for data in self.places(run):
-            entry = {
-                "key": data.place.key,
-                **data.place.columns(),
-                "num_pos": int(data.y.sum()),
-                "num_neg": int((~data.y).sum()),
-                "num_neither": data.num_neither,
-                "non_finite": data.non_finite,
-                "removed": data.removed,
-                "norm": None,
-            }
-            try:
-                probe = fit(self.method, data.x, data.y, data.groups)
-            except ValueError as error:
-                entries.append({**entry, "evaluation": None, "why": str(error)})
-                continue
-            entry |= {"tensor": names[data.place], "norm": probe.norm, "threshold": probe.threshold}
-            tensors[names[data.place]] = probe.direction
-            entries.append({**entry, **self.evaluation(data)})
+        for place, (entry, direction) in made:
+            if direction is not None:
+                entry = {**entry, "tensor": names[place]}
+                tensors[names[place]] = direction
+            entries.append(entry)
         return summary({**self.described(), "directions": entries, "tensors": tensors})
+
+    def fitted(self, run: Any, place: Place) -> tuple[dict[str, Any], Any]:
+        """One place's entry, and its direction [D] or None."""
+        data = labelled(run, place, self.question())
+        entry = {
+            "key": place.key,
+            **place.columns(),
+            "num_pos": int(data.y.sum()),
+            "num_neg": int((~data.y).sum()),
+            "num_neither": data.num_neither,
+            "non_finite": data.non_finite,
+            "removed": data.removed,
+            "norm": None,
+        }
+        try:
+            probe = fit(self.method, data.x, data.y, data.groups)
+        except ValueError as error:
+            return {**entry, "evaluation": None, "why": str(error)}, None
+        return {**entry, "norm": probe.norm, "threshold": probe.threshold, **self.evaluation(data)}, probe.direction
+
+
+def at_place(root: str, name: str, options: dict[str, Any], what: str, key: str) -> Any:
+    """A method of a fit at one place, from plain values, for another process."""
+    run = opened(root)
+    made: Any = build([AggregateConfig(name=name, options=options)], run.config)[0]
+    return getattr(made, what)(run, Place.of(key))

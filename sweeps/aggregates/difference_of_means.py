@@ -58,9 +58,9 @@ class DifferenceOfMeans(ContrastFit, RecordSum):
         if finished is None:
             raise ValueError(f"{self.name}: the means come first (aggregates.finalize does both)")
         entries = {entry["key"]: entry for entry in finished["directions"]}
-        for data in self.places(run):
-            if (entry := entries.pop(data.place.key, None)) is not None:
-                entry.update(self.evaluation(data))
+        for place, evaluation in self.each_place(run, "evaluated"):
+            if (entry := entries.pop(place.key, None)) is not None:
+                entry.update(evaluation)
         for entry in entries.values():
             entry.update(self.evaluation(None))
         return summary(finished)

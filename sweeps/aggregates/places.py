@@ -280,3 +280,26 @@ def keyed_sample(table: Any, count: int) -> np.ndarray:
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def leaks(data: Labelled, split: str) -> list[str]:
+    """Warnings: trunks cut by the split, copies across groups, and labels that a group decides."""
+    found = []
+    trunks: dict[Any, set] = {}
+    for trunk, group in zip(data.table.column("trunk").to_pylist(), data.groups, strict=True):
+        trunks.setdefault(trunk, set()).add(group)
+    cut = sum(len(groups) > 1 for groups in trunks.values())
+    if cut:
+        found.append(f"siblings leak: {cut} trunks have cells in several groups of {split}")
+    copies: dict[bytes, set] = {}
+    for row, group in zip(data.x, data.groups, strict=True):
+        copies.setdefault(row.tobytes(), set()).add(group)
+    shared = sum(len(groups) > 1 for groups in copies.values())
+    if shared:
+        found.append(f"copies leak: {shared} vectors are exactly equal across groups of {split}")
+    sides: dict[Any, set] = {}
+    for group, side in zip(data.groups, data.y, strict=True):
+        sides.setdefault(group, set()).add(bool(side))
+    if sides and all(len(kinds) == 1 for kinds in sides.values()):
+        found.append(f"every group of {split} has one label only, so {len(sides)} groups are the whole sample size")
+    return found

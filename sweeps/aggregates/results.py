@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from safetensors.numpy import save
@@ -26,6 +26,8 @@ def finalize(
     results = {}
     for aggregate, entry in sorted(made, key=lambda pair: getattr(pair[0], "is_last", False)):
         finished = None
+        if cluster is not None and hasattr(aggregate, "each_place"):
+            cast(Any, aggregate).spread = (dict(entry.options or {}), cluster)
         if isinstance(aggregate, Sum) and aggregates is not None and cluster is not None:
             finished = aggregate.finish(recompute_on_ray(run, aggregate, dict(entry.options), cluster))
         elif isinstance(aggregate, Sum):

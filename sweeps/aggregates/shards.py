@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -172,7 +173,7 @@ def recompute(run: Any, aggregate: Sum) -> State:
 
 def unit_state(root: str, unit: str, name: str, options: dict[str, Any]) -> State:
     """`shard_state` from plain values, for another process."""
-    run = _opened(root)
+    run = opened(root)
     commit = store.read_commit(root, unit)
     assert commit is not None, f"unit {unit} has no commit"
     aggregate: Any = build([AggregateConfig(name=name, options=options)], run.config)[0]
@@ -180,20 +181,22 @@ def unit_state(root: str, unit: str, name: str, options: dict[str, Any]) -> Stat
 
 
 @lru_cache(maxsize=2)
-def _opened(root: str) -> Any:
+def opened(root: str) -> Any:
     from .. import run
 
     return run.open(root)
+
+
+def root_of(run: Any) -> str:
+    """A run's folder or URL, for another process."""
+    return str(run.root.absolute() if isinstance(run.root, Path) else run.root)
 
 
 def recompute_on_ray(run: Any, aggregate: Sum, options: dict[str, Any], cluster: ClusterConfig) -> State:
     """`recompute` with one Ray task per unit; the states are merged in order of unit id as they arrive."""
     from ..executors.ray import spread
 
-    calls = [
-        (str(shard.run.root.absolute()), shard.commit.unit, aggregate.name, options)
-        for shard in shards_of(run, aggregate)
-    ]
+    calls = [(root_of(shard.run), shard.commit.unit, aggregate.name, options) for shard in shards_of(run, aggregate)]
     state, early, next_one = aggregate.zero(), {}, 0
     for number, found in spread("sweeps.aggregates.shards:unit_state", calls, cluster):
         early[number] = found

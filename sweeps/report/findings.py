@@ -38,7 +38,7 @@ def _none(result: dict[str, Any]) -> list[str]:
 
 
 def _directions(result: dict[str, Any]) -> list[str]:
-    entries = [entry for entry in result["directions"] if entry.get("evaluation")]
+    entries = _evaluated(result)
     if not entries:
         whys = {entry.get("why") for entry in result["directions"]} - {None}
         return [f"No direction of {result['name']} could be evaluated: {'; '.join(sorted(whys)) or 'no records'}."]
@@ -66,6 +66,12 @@ def _directions(result: dict[str, Any]) -> list[str]:
         f"has a norm of about {number(shown['norm_pos'])}."
     )
     return lines
+
+
+def _evaluated(result: dict[str, Any]) -> list[dict]:
+    """The directions whose held-out AUROC exists: there were test pairs."""
+    scored = [entry for entry in result["directions"] if entry.get("evaluation")]
+    return [entry for entry in scored if entry["evaluation"]["auroc"]["value"] is not None]
 
 
 def _same_place(entries: list[dict], shown: dict) -> list[dict]:
@@ -162,7 +168,7 @@ def _signed(found: dict[str, float]) -> str:
 
 def _probe(result: dict[str, Any]) -> list[str]:
     """One line for a probe beside the difference of means."""
-    entries = [entry for entry in result["directions"] if entry.get("evaluation")]
+    entries = _evaluated(result)
     curve = ", ".join(f"{e['layer']}: {number(e['evaluation']['auroc']['value'])}" for e in entries)
     return [f"{KINDS[result['kind']]}, {result['contrast']}: held-out AUROC by layer {curve}."] if entries else []
 

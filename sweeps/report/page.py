@@ -115,6 +115,8 @@ def _directions(result: dict[str, Any]) -> list[tuple[str, Markup]]:
         method = result["kind"].replace("_", " ")
         parts.append(_auroc_chart(here, f"Held-out AUROC by layer, {named}", method))
         parts.append(_direction_table(here))
+        warnings = dict.fromkeys(w for e in here for w in (e.get("evaluation") or {}).get("warnings", ()))
+        parts += [tag("p", f"Warning: {warning}.", class_="warning") for warning in warnings]
     if result.get("cosines"):
         names, values = result["cosines"]["names"], result["cosines"]["values"]
         rows = [[name, *[number(v, 2) for v in row]] for name, row in zip(names, values, strict=True)]
@@ -123,7 +125,7 @@ def _directions(result: dict[str, Any]) -> list[tuple[str, Markup]]:
 
 
 def _auroc_chart(entries: list[dict[str, Any]], heading: str, method: str) -> Markup:
-    known = [e for e in entries if e.get("evaluation")]
+    known = [e for e in entries if e.get("evaluation") and e["evaluation"]["auroc"]["value"] is not None]
 
     def control(name: str, style: str) -> Series:
         points = [(e["layer"], e["evaluation"][name]) for e in known if e["evaluation"].get(name)]

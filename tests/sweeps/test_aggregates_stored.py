@@ -16,7 +16,7 @@ from interlens.message import Message
 from sweeps import aggregates, cli, folder
 from sweeps.aggregates import CellResult
 from sweeps.aggregates.directions import read_directions
-from sweeps.aggregates.probe_eval import leaks
+from sweeps.aggregates.places import leaks
 from sweeps.aggregates.results import read_results
 from sweeps.aggregates.shards import Shard, recompute, shard_state
 from sweeps.analyzers import enthusiasm_rate
@@ -216,6 +216,13 @@ def test_leaks_are_warned_of(run):
     assert "one label only" in leaks(by_cell, "cell")[-1]
     copied = replace(data, x=np.ones_like(data.x))
     assert leaks(copied, "item") == ["copies leak: 1 vectors are exactly equal across groups of item"]
+    by_item = {"kind": "lda", "contrast": "item == 'i0' vs item == 'i1'", "permutations": 0, "draws": 20}
+    found = aggregates.finalize(run, [AggregateConfig(name="leaky", options=by_item)])["leaky"]["directions"][0]
+    assert "one label only" in found["evaluation"]["warnings"][0]
+    page = write_report(run).read_text(encoding="utf-8")
+    (run.root / "aggregates/leaky.json").unlink()
+    (run.root / "aggregates/leaky.safetensors").unlink()
+    assert "one label only" in page
 
 
 def test_the_planted_direction_is_in_the_file_and_a_next_run_can_name_it(run):
@@ -309,3 +316,7 @@ def test_on_ray_a_recomputed_sum_is_the_same(run, capsys):
     for a, b in zip(before["moments"], after["moments"], strict=True):
         assert a["key"] == b["key"] and a["count"] == b["count"]
         assert a["total_variance"] == pytest.approx(b["total_variance"], rel=1e-12)
+    for name in ("lda", "directions"):
+        before = read_results(run.root)[name]
+        assert cli.main(["aggregate", str(run.root), f"name={name}", "replicas=2"]) == 0
+        assert read_results(run.root)[name]["directions"] == before["directions"]
