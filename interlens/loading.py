@@ -265,7 +265,9 @@ def _load(wanted: _Wanted) -> Loaded:
     except Exception as error:
         tried = f"cannot load {wanted.name!r} as {_WHAT[wanted.kind]}: {_root_cause(error)}"
         if wanted.kind == "folder" and not sources.has_tokenizer(wanted.name):
-            tried = f"cannot load {wanted.name!r}: no tokenizer in it; put it there with tokenizer.save_pretrained(folder)"
+            tried = (
+                f"cannot load {wanted.name!r}: no tokenizer in it; put it there with tokenizer.save_pretrained(folder)"
+            )
         raise CannotLoad(f"{tried}; possible: {sources.possible()}" if wanted.kind == "hub" else tried) from error
     if "device_map" not in kwargs and isinstance(device, str) and device != "cpu":
         model = model.to(device)

@@ -65,19 +65,22 @@ def checked(config: SweepConfig) -> SweepConfig:
 
 
 def require_models(config: SweepConfig) -> None:
-    """ConfigError unless every local model and adapter that some condition uses is there to be loaded.
+    """ConfigError unless every local model, judge and adapter that some condition uses is there to be loaded.
 
     Reads configurations and headers, and asks the hub about hub ids that its cache does not hold; loads no weights.
     """
     for point in inputs.points(config):
-        for name, participant in point.scenario.participants.items():
-            if participant.is_local and participant.model:
-                entry = shapes.model(point, participant.model)
-                adapter = inputs.adapter_source(point, participant)
-                try:
-                    preview.require(entry.source, revision=entry.revision, adapter=adapter)
-                except InterlensError as error:
-                    raise ConfigError(f"scenario.participants.{name}: {error}") from None
+        people, judges = point.scenario.participants, point.scenario.judges
+        asked = [
+            (f"participants.{n}", p.model, inputs.adapter_source(point, p)) for n, p in people.items() if p.is_local
+        ]
+        asked += [(f"judges.{n}", judge.model, None) for n, judge in judges.items() if judge.kind == "model"]
+        for where, model, adapter in asked:
+            entry = shapes.model(point, model or "")
+            try:
+                preview.require(entry.source, revision=entry.revision, adapter=adapter)
+            except InterlensError as error:
+                raise ConfigError(f"scenario.{where}: {error}") from None
 
 
 def _check_axis(axis: AxisConfig) -> None:

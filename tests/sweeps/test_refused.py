@@ -84,6 +84,11 @@ def test_an_adapter_that_is_not_there_on_any_point_of_the_grid(adapter, said, mo
     refused([*TALK, people, grid], 1, said, capsys)
 
 
+def test_a_judge_that_is_not_there(capsys):
+    judge = "scenario.judges.warm={model: owner/nosuch, prompt: 'How warm? {transcript}'}"
+    refused([*SCRIPTED, judge], 1, "scenario.judges.warm: no model 'owner/nosuch'", capsys)
+
+
 def test_an_api_is_not_looked_for_here(capsys):
     people = "scenario.participants={ann: {kind: api, model: owner/nosuch}}"
     refused([*TALK, people, "scenario.opening='{mood}'"], 1, "no column {mood}", capsys)
