@@ -122,7 +122,19 @@ def test_a_real_direction_beats_its_controls():
     assert found.auroc.low > 0.8 > found.shuffled["high"]
     assert found.shuffled["p_value"] == 1 / 21
     assert abs(found.random["mean"] - 0.5) < 0.15
-    assert found.accuracy > 0.8
+    assert found.accuracy > 0.8 and found.orthogonal is None
+    beside = evaluate(x, y, groups, permutations=0, draws=10, random_directions=0, orthogonal_directions=20)
+    assert abs(beside.orthogonal["mean"] - 0.5) < 0.15 and beside.orthogonal["draws"] == 20 and beside.random is None
+
+
+def test_a_weighted_difference_of_means_is_that_of_repeated_rows():
+    x, y, groups, _ = siblings(items=12, signal=2.0)
+    weights = np.random.default_rng(0).integers(1, 6, len(y))
+    weighted = fit("difference_of_means", x, y, groups, weights=weights)
+    repeated = fit("difference_of_means", np.repeat(x, weights, axis=0), np.repeat(y, weights))
+    assert np.allclose(weighted.direction, repeated.direction, atol=1e-12)
+    found = evaluate(x, y, groups, permutations=1, draws=10, weights=weights)
+    assert not np.allclose(found.scores, evaluate(x, y, groups, permutations=1, draws=10).scores), "in every fold"
     assert found.summary()["num_groups"] == 24
 
 
