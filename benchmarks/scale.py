@@ -2,8 +2,8 @@
 
     python benchmarks/scale.py [--cells 1000000] [--plan-cells 10000000] [section ...]
 
-Sections: driver, plan, write, read, files, replicas; all but replicas (which loads the embedded model in four
-processes) if none is named. Cells are fake: their replicas write what a scripted cell would, without talking. Prints
+Sections: driver, plan, write, read, files, replicas, multirun; all but the last two (which run the embedded model) if
+none is named. Cells are fake: their replicas write what a scripted cell would, without talking. Prints
 ratios and slopes; each line says what was asked for. Everything measured on both sides is measured in this run.
 """
 
@@ -138,20 +138,28 @@ def section_driver(args, folder: Path) -> None:
     show("object store", f"{many['object_store'] / 1e6:.2f} MB at most", "< 5 MB")
 
 
-def count_plan(cells: int, folder: Path) -> dict:
-    """Expand a plan without keeping it."""
+def write_plan(cells: int, folder: Path) -> dict:
+    """Expand a plan into a folder, and look at it as a driver does that begins."""
+    from sweeps import planfile, store
     from sweeps.plan import expand
 
+    config, root = settings(cells, folder), folder / f"plan-{cells}"
+    idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     begun = time.monotonic()
-    planned = sum(len(unit.cells) for unit in expand(settings(cells, folder)))
+    store.write_new(root, "config-0.yaml", store.dump_yaml(config.to_dict()))
+    planned = planfile.write(root, 0, config.grid, expand(config))
+    wall_s, plan = time.monotonic() - begun, planfile.PlanFile(root)
+    units = sum(1 for _ in plan.infos())
+    assert len(plan.cell_ids()) == planned and len(plan.unit("u000000").cells) and units
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"cells": planned, "wall_s": time.monotonic() - begun, "rss": peak}
+    return {"cells": planned, "wall_s": wall_s, "rss": peak, "idle": idle}
 
 
 def section_plan(args, folder: Path) -> None:
-    found = apart("count_plan", args.plan_cells, folder)
+    found = apart("write_plan", args.plan_cells, folder)
     show("planning", f"{found['rss'] / 1e6:.0f} MB, {found['wall_s'] / found['cells'] * 1e6:.1f} us a cell",
-         f"< 500 MB for {found['cells']} cells")  # fmt: skip
+         f"< 500 MB for {found['cells']} cells, planned, written and listed; {found['idle'] / 1e6:.0f} MB are "
+         "Python, torch and Arrow before it begins")  # fmt: skip
 
 
 def one_unit(cells: int, folder: Path):
@@ -305,6 +313,47 @@ def swept_replicas(n: int, folder: Path) -> float:
     return tokens / (max(e["clock"] for e in busy if e["event"] == "complete") - ready)
 
 
+def section_multirun(args, folder: Path) -> None:
+    """Ten jobs of one Hydra multirun against one sweep over the same ten points, which loads once and works the same."""
+    points = [round(0.1 * n, 1) for n in range(1, 11)]
+    plain = {
+        "scenario": {
+            "items": [{"id": "a", "topic": "rain"}, {"id": "b", "topic": "tea"}], "opening": "Let us talk about {topic}.",
+            "participants": {"alice": {"model": "smollm2", "max_new_tokens": args.tokens}},
+            "branch": {"turns": 1, "seeds": 16},
+        },
+        "plan": {"unit_cells": 32}, "run": {"progress": "none"},
+        "cluster": {"executor": "ray", "replicas": 1, "rows": 32, "in_flight": 1},
+    }  # fmt: skip
+    own = folder / "own" / "experiment"
+    own.mkdir(parents=True)
+    for name, grid in (("ten", {}), ("one", {"scenario.branch.temperature": points})):
+        written = json.dumps({**plain, "grid": grid} if grid else plain)
+        (own / f"{name}.yaml").write_text(f"# @package _global_\n{written}\n")
+    commands = {
+        "one": ["--config-dir", str(own.parent), "experiment=one"],
+        "ten": ["-m", "--config-dir", str(own.parent), "experiment=ten",
+                f"scenario.branch.temperature={','.join(map(str, points))}"],
+    }  # fmt: skip
+    tries = []
+    for number in range(2):
+        where = {name: folder / f"multirun-{number}-{name}" for name in ("one", "ten")}
+        one, ten = (timed(lambda name=name, at=at: command(commands[name], at)) for name, at in where.items())
+        found = [json.loads(path.read_text()) for path in where["ten"].glob("runs/*/progress.json")]
+        assert len(found) == 10 and all(job["state"] == "complete" for job in found), found
+        tries.append((ten / one, one, ten))
+    ratio, one, ten = min(tries)
+    show("multirun", f"{ratio:.2f} x: {ten:.1f} s for 10 jobs, {one:.1f} s for one sweep of the same 10 points",
+         f"<= 1.15 x; all tries {', '.join(f'{r:.2f}' for r, _, _ in tries)}")  # fmt: skip
+
+
+def command(arguments: list[str], where: Path) -> None:
+    """`sweeps run` in a process and working directory of its own."""
+    where.mkdir(parents=True)
+    env = {**os.environ, "PYTHONPATH": f"{HERE.parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    subprocess.run([sys.executable, "-m", "sweeps", "run", *arguments], cwd=where, env=env, check=True)
+
+
 # ---- helpers
 
 
@@ -331,8 +380,9 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", default=[])
     parser.add_argument("--cells", type=int, default=1_000_000)
     parser.add_argument("--plan-cells", type=int, default=10_000_000)
+    parser.add_argument("--tokens", type=int, default=96, help="of a reply, in multirun")
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--call", choices=("drive", "count_plan"), help=argparse.SUPPRESS)
+    parser.add_argument("--call", choices=("drive", "write_plan"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.call:
         print(json.dumps(globals()[args.call](args.cells, args.folder)))

@@ -321,22 +321,24 @@ def _connect(cluster: ClusterConfig) -> Any:
 
 
 def _beside(connect: Callable[[], Any]) -> Any:
-    """What `connect` returns, called in another thread.
+    """What `connect` returns, called in another thread, which stays.
 
     In the main thread Ray installs a handler of its own, and a signal that comes while it connects aborts the process.
+    The kernel ends what Ray starts when the thread that started it ends: so that thread waits for the process's end.
     """
     found: list[Any] = []
+    done = threading.Event()
 
     def call() -> None:
         try:
             found.append((connect(), None))
         except BaseException as error:
             found.append((None, error))
+        done.set()
+        threading.Event().wait()
 
-    thread = threading.Thread(target=call, name="sweeps-connect", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.1)
+    threading.Thread(target=call, name="sweeps-connect", daemon=True).start()
+    done.wait()
     value, error = found[0]
     if error is not None:
         raise error
