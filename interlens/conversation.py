@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import UnsupportedIntervention
 from .message import Message
 from .participants.base import Participant
 from .policies.communication import CommunicationPolicy, RoundRobinPolicy
@@ -23,9 +22,10 @@ from .policies.stopping import StopCondition, condition
 from .policies.templating import fill, needs_row
 from .policies.visibility import ReasoningVisibility
 from .transcript import Transcript
-from .turns import Capturing, TurnOptions, Work, check_places, check_sites, fit, take
+from .turns import TurnOptions, Work, fit, take
 
 if TYPE_CHECKING:
+    from .capturing import Capturing
     from .interp.activation_cache import ActivationCache
     from .rollout import RolloutReport
     from .views.view import Heard, View
@@ -275,21 +275,9 @@ class Conversation:
 
         UnknownSite, UnsupportedIntervention where a participant cannot be captured there.
         """
-        check_sites(spec)
-        given = self.participants if participants is None else participants
-        given = [self.participant(p) for p in ([given] if isinstance(given, (str, int, Participant)) else given)]
-        cannot = [p.name for p in given if not p.capturable]
-        if participants is not None and cannot:
-            raise UnsupportedIntervention(
-                f"cannot capture {', '.join(cannot)}: only local models can be; those here: "
-                f"{', '.join(p.name for p in self.participants if p.capturable) or 'none'}"
-            )
-        for p in given:
-            check_places(spec, p)
-        cache.skipped.extend(name for name in cannot if name not in cache.skipped)
-        block = Capturing(spec, cache, frozenset(p.name for p in given if p.capturable))
-        self.capturing.append(block)
-        return block
+        from .capturing import add
+
+        return add(self, spec, cache, participants)
 
     def view(self, pov: Speaker) -> View:
         """What a participant sees: framing, then the transcript with roles swapped."""

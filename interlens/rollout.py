@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .capturing import as_tuple, check_sites
 from .scheduler import Outcome, Scheduler, drive, finish
-from .turns import Steps, as_tuple, check_sites
+from .turns import Steps
 
 if TYPE_CHECKING:
     from .conversation import Conversation

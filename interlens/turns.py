@@ -13,13 +13,13 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from .errors import UnsupportedIntervention
+from .capturing import as_tuple, by_spec, refuse
 from .message import Message
 
 if TYPE_CHECKING:
     from .conversation import Conversation
     from .engine.request import Request
-    from .interp.activation_cache import ActivationCache, ActivationRecord, CaptureSpec
+    from .interp.activation_cache import ActivationRecord, CaptureSpec
     from .interp.intervention import Intervention
     from .participants.base import Participant
     from .views.view import View
@@ -40,9 +40,6 @@ class Ask:
     participant: Participant
     call: Callable[[], Any]
 
-
-UNLAYERED = ("embed", "final_norm", "logits")
-"""Sites that `layers=` does not filter."""
 
 Work = Generate | Ask
 Steps = Generator[Work, Any, Any]
@@ -106,23 +103,6 @@ class TurnRequest:
         return request, view
 
 
-@dataclass(eq=False)
-class Capturing:
-    """One `conv.capture` block that is open."""
-
-    spec: CaptureSpec
-    cache: ActivationCache
-    names: frozenset[str]
-    """The participants it records."""
-
-
-def as_tuple(value: Any) -> tuple:
-    """One spec or a sequence of them, as a tuple; None is ()."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
-
-
 def take(
     conversation: Conversation,
     speaker: Participant,
@@ -183,79 +163,9 @@ def take(
     return Turn(message=message, index=index, records=records)
 
 
-def refuse(speaker: Participant, options: TurnOptions) -> None:
-    """Raise UnsupportedIntervention where this participant cannot serve what is asked of it, UnknownSite for a site
-    that no record holds ("pattern")."""
-    if speaker.capturable:
-        for spec in as_tuple(options.capture):
-            check_sites(spec)
-        return
-    asked = {
-        "capture": as_tuple(options.capture), "steering": as_tuple(options.steering),
-        "patch": as_tuple(options.patch), "logprobs": options.return_logprobs, "forced": options.forced is not None,
-    }  # fmt: skip
-    wanted = [name for name, value in asked.items() if value]
-    if wanted:
-        raise UnsupportedIntervention(
-            f"{', '.join(wanted)} asked of {speaker.name!r}, a {type(speaker).__name__}, whose inside cannot be "
-            "reached; only local models can: drop it, or make this participant a ModelParticipant"
-        )
-
-
-def check_sites(spec: CaptureSpec) -> None:
-    """UnknownSite for a site that no record holds: "pattern" is for `capture_activations`."""
-    from .interp.sites import canonical_site
-
-    for site in spec.sites:
-        canonical_site(site)
-
-
-def check_places(spec: CaptureSpec, participant: Participant) -> None:
-    """UnknownSite for a site or layer that the participant's model does not have, as far as it is known by now."""
-    outline = getattr(participant, "outline", None)
-    anywhere = spec.layers is None and tuple(spec.sites) == ("residual",)
-    if outline is not None and not anywhere and (model := outline()) is not None:
-        from .interp.sites import resolve_layers
-
-        for site in spec.sites:
-            resolve_layers(model, spec.layers, site)
-
-
 def fit(conversation: Conversation, speaker: Participant, view: View, request: TurnRequest) -> Steps:
     """The view, made to fit the context limit by the conversation's policy."""
     from .policies.context import room_of
 
     room = room_of(conversation, speaker, request)
     return view if room is None else (yield from conversation.context_policy.fit(view, room))
-
-
-def by_spec(
-    records: list[ActivationRecord], specs: Sequence[CaptureSpec], num_layers: int | None
-) -> list[list[ActivationRecord]]:
-    """The records of each spec. An engine gives, in the order of specs, one record per spec, layer and site."""
-    from .interp.sites import canonical_site
-
-    found: list[list[ActivationRecord]] = [[] for _ in specs]
-    seen: dict[tuple, int] = {}
-    sites = [{canonical_site(site) for site in spec.sites} for spec in specs]
-    layers = [_layers_of(spec, num_layers) for spec in specs]
-    for record in records:
-        takers = [
-            n for n, spec in enumerate(specs)
-            if record.site in sites[n] and record.pool == spec.pool and record.selection == str(spec.tokens)
-            and (record.site in UNLAYERED or (wanted := layers[n]) is None or record.layer in wanted)
-        ]  # fmt: skip
-        key = (record.site, record.layer, record.pool, record.selection)
-        if takers:
-            found[takers[min(seen.get(key, 0), len(takers) - 1)]].append(record)
-        seen[key] = seen.get(key, 0) + 1
-    return found
-
-
-def _layers_of(spec: CaptureSpec, num_layers: int | None) -> set[int] | None:
-    from .interp.sites import split_name
-
-    named = {layer for _, layer in map(split_name, spec.sites) if layer is not None}
-    if named or spec.layers is None:
-        return named or None
-    return {n + num_layers if n < 0 and num_layers else n for n in spec.layers}

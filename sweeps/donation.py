@@ -178,7 +178,7 @@ def give(source: Source, turn: int, edits: Sequence[InterventionConfig]) -> Gene
 def parted(turn: int, asked: Mapping[CaptureSpec, InterventionConfig], specs: Sequence[CaptureSpec], taken: Turn,
            participant: Any) -> tuple[Given, list[ActivationRecord]]:  # fmt: skip
     """A donor's turn that ran with `specs`, those of `asked` last: what recipients need, and its own records."""
-    from interlens.turns import by_spec
+    from interlens.capturing import by_spec
 
     parts = by_spec(taken.records, specs, participant.num_layers)
     own = [record for part in parts[: len(specs) - len(asked)] for record in part]
@@ -188,7 +188,7 @@ def parted(turn: int, asked: Mapping[CaptureSpec, InterventionConfig], specs: Se
 def kept(turn: int, edits: Sequence[InterventionConfig], specs: Sequence[CaptureSpec],
          records: list[ActivationRecord], num_layers: int | None) -> Given:  # fmt: skip
     """What `specs`, those of `edits` among them, recorded in a turn, as recipients look for it."""
-    from interlens.turns import by_spec
+    from interlens.capturing import by_spec
 
     parts = dict(zip(specs, by_spec(records, specs, num_layers), strict=True))
     return {_key(turn, edit, record.layer): record.tensor for edit in edits for record in parts[spec_of(edit)]}

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ..capturing import as_tuple
 from ..message import Fed, Message
 from ..reasoning import phases_of, reasoning_text, split_reply
-from ..turns import TurnRequest, as_tuple
+from ..turns import TurnRequest
 
 if TYPE_CHECKING:
     from .model import ModelParticipant

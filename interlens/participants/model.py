@@ -7,8 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ..capturing import as_tuple
 from ..reasoning import Markers
-from ..turns import Ask, Generate, Steps, TurnOptions, TurnRequest, as_tuple
+from ..turns import Ask, Generate, Steps, TurnOptions, TurnRequest
 from .base import Participant
 from .generation import Generation
 from .options import check_names, check_sampling

@@ -33,6 +33,8 @@ def deny(reason: str = "") -> Verdict:
 
 def edit(message: Message) -> Verdict:
     """Say this instead. Another text forgets the tokens of the original."""
+    if not isinstance(message, Message):
+        raise TypeError(f"edit takes a message, e.g. edit(message.copy(content=...)), not {message!r}")
     return Verdict("edit", message=message)
 
 

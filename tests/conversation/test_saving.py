@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from interlens import (
     APIParticipant,
+    AutoModelParticipant,
     ContextItem,
     Conversation,
     DirectPipingPolicy,
@@ -26,6 +27,7 @@ from interlens import (
     Transcript,
     dataset_field,
 )
+from interlens.errors import CannotLoad
 from interlens.interp.select import Layout
 from interlens.message import Fed
 from interlens.participants import Participant, Prices
@@ -222,3 +224,18 @@ def test_what_cannot_be_found_again_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"message_hooks\[0\] is .*<lambda>, which cannot be imported again"):
         Conversation([ScriptedParticipant("a", ["x"])], message_hooks=[lambda m, c: None]).save(tmp_path)
     assert not (tmp_path / "conversation.json").exists()
+
+
+def test_a_conversation_from_another_machine_says_what_it_needs(tmp_path):
+    away = AutoModelParticipant.from_pretrained("/nowhere/llama", name="alice", adapter="/nowhere/lora")
+    api = APIParticipant("carol", "gpt", base_url="http://x", api_key="secret")
+    Conversation([away, ScriptedParticipant("bob", ["Hm."]), api], shared_context="Go.").save(tmp_path)
+    there = Conversation.load(tmp_path)
+    assert there.needs() == {
+        "alice": "model '/nowhere/llama' with adapter '/nowhere/lora'",
+        "carol": "API openai, model 'gpt' at http://x, and its key",
+    }
+    there.step("bob")
+    with pytest.raises(CannotLoad, match="no model at '/nowhere/llama'"):
+        there.step("alice")
+    assert [m.author for m in there.transcript] == ["moderator", "bob"]
