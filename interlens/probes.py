@@ -34,6 +34,10 @@ class Probe:
         return as_float64(x) @ self.direction - self.threshold
 
 
+class NoDirection(ValueError):
+    """The classes do not differ: a direction between them would be zero."""
+
+
 def _check(x: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
     x, y = as_float64(x), np.asarray(y, dtype=bool)
     if x.ndim != 2 or y.shape != (len(x),):
@@ -48,7 +52,7 @@ def _check(x: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
 def _probe(method: str, raw: np.ndarray, x: np.ndarray, y: np.ndarray, threshold: float | None = None) -> Probe:
     norm = float(np.linalg.norm(raw))
     if not norm > 0:
-        raise ValueError(f"{method}: the classes do not differ, the direction would be zero")
+        raise NoDirection(f"{method}: the classes do not differ, the direction would be zero")
     direction = raw / norm
     if threshold is None:
         projected = x @ direction
@@ -239,11 +243,15 @@ def _held_out(layers: dict, y, index, fold_of, method, options, seed) -> tuple[n
         if y[train].all() or not y[train].any():
             continue
         layer = next(iter(layers)) if len(layers) == 1 else _choose(layers, y, index, train, method, options, seed)
-        probe = fit(method, layers[layer][train], y[train], list(index[train]), **_of_rows(options, train))
+        chosen.append(layer)
+        try:
+            probe = fit(method, layers[layer][train], y[train], list(index[train]), **_of_rows(options, train))
+        except NoDirection:  # copies on both sides, as shuffled labels can have them: every test row scores the same
+            scores[test] = 0.0
+            continue
         spread = probe.score(layers[layer][train]).std() or 1.0
         scores[test] = probe.score(layers[layer][test]) / spread
         right[test] = (scores[test] > 0) == y[test]
-        chosen.append(layer)
     return scores, right, chosen
 
 

@@ -123,6 +123,7 @@ def test_a_real_direction_beats_its_controls():
     assert found.shuffled["p_value"] == 1 / 21
     assert abs(found.random["mean"] - 0.5) < 0.15
     assert found.accuracy > 0.8 and found.orthogonal is None
+    assert found.summary()["num_groups"] == 24
     beside = evaluate(x, y, groups, permutations=0, draws=10, random_directions=0, orthogonal_directions=20)
     assert abs(beside.orthogonal["mean"] - 0.5) < 0.15 and beside.orthogonal["draws"] == 20 and beside.random is None
 
@@ -135,7 +136,6 @@ def test_a_weighted_difference_of_means_is_that_of_repeated_rows():
     assert np.allclose(weighted.direction, repeated.direction, atol=1e-12)
     found = evaluate(x, y, groups, permutations=1, draws=10, weights=weights)
     assert not np.allclose(found.scores, evaluate(x, y, groups, permutations=1, draws=10).scores), "in every fold"
-    assert found.summary()["num_groups"] == 24
 
 
 def test_permuted_labels_keep_counts_in_every_mixed_group():
@@ -161,3 +161,13 @@ def test_projection_is_in_the_rows_units_and_cosines_are_symmetric():
     names, cosines = cosine_map({"a": [1.0, 0.0], "b": [1.0, 1.0], "c": [-2.0, 0.0]})
     assert names == ["a", "b", "c"]
     assert np.allclose(cosines, [[1, 0.5**0.5, -1], [0.5**0.5, 1, -(0.5**0.5)], [-1, -(0.5**0.5), 1]])
+
+
+def test_shuffled_copies_that_cancel_are_chance_not_an_error():
+    """Siblings that are equal in all but the label's own part: a shuffle can make both means the same."""
+    groups = [item for item in range(6) for _ in range(4)]
+    y = np.array([True, True, False, False] * 6)
+    x = np.where(y[:, None], 1.0, -1.0) * np.ones((24, 3)) + np.repeat(np.arange(6.0), 4)[:, None]
+    found = evaluate(x, y, groups, folds=2, permutations=60, draws=20)
+    assert found.auroc.value == 1.0 and found.shuffled["draws"] == 60
+    assert abs(found.shuffled["mean"] - 0.5) < 0.2
