@@ -205,6 +205,7 @@ def _within(gathered: Gathered, lane: Lane) -> Gathered:
         return gathered
     owners, at = [], 0
     for row, take, positions in gathered.owners:
+        assert row is not None
         mine = keep[at : at + len(positions)]
         at += len(positions)
         assert row is not None
