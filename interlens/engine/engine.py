@@ -83,6 +83,9 @@ class Engine:
         self._collector = Collector(Mover(self._forward.device))
         self._edit_tables = taps.Tables()
         self._waiting: deque[Row] = deque()
+        self._unfinished: dict[Ticket, Row] = {}
+        self._torn = False
+        """A step has begun and not ended."""
         self._lock = threading.RLock()
 
     def __reduce__(self):
@@ -98,17 +101,24 @@ class Engine:
             self.counters["requests"] += 1
             try:
                 self._refuse_registered()
-                self._waiting.append(resolve(self._forward, ticket))
+                row = resolve(self._forward, ticket)
+                self._unfinished[ticket] = row
+                self._waiting.append(row)
             except Exception as error:
                 self.counters["errors"] += 1
                 ticket.reply = Reply(finish_reason="error", error=error)
         return ticket
 
     def run(self, requests: Sequence[Request]) -> list[Reply]:
-        """Replies in order. Never raises for a request."""
+        """Replies in order. Never raises for a request. Interrupted (Ctrl-C), it cancels them."""
         tickets = [self.submit(request) for request in requests]
-        while any(ticket.reply is None for ticket in tickets):
-            self.step()
+        try:
+            while any(ticket.reply is None for ticket in tickets):
+                self.step()
+        except BaseException:
+            for ticket in tickets:
+                self.cancel(ticket)
+            raise
         return [ticket.reply for ticket in tickets if ticket.reply is not None]
 
     def cancel(self, ticket: Ticket) -> None:
@@ -130,18 +140,31 @@ class Engine:
         return self._collector.bytes_held
 
     def rewind(self) -> None:
-        """After an interrupted step (Ctrl-C): every unfinished row starts over from the tokens it has."""
+        """Every unfinished row starts over from the tokens it has, nothing is parked; done by itself after a step that was
+        interrupted anywhere (Ctrl-C)."""
         with self._lock, torch.inference_mode(False):
-            self._requeue(0)
+            self.memory, self.slabs = Memory(), Slabs()
+            self._table = Table(self.slabs, self.memory, self._table.budget, self._table.reuse)
+            self._collector = Collector(Mover(self._forward.device))
+            self._edit_tables = taps.Tables()
+            rows = [row for ticket, row in self._unfinished.items() if ticket.reply is None]
+            for row in rows:
+                row.start_over()
+            self._waiting = deque(rows)
+            self.counters["requeued"] += len(rows)
+            self._torn = False
 
     # The step
 
     def step(self) -> bool:
         """Admit, forward, sample, retire. False when there is nothing to do."""
         with self._lock, torch.inference_mode(False), torch.autocast(self._forward.device.type, enabled=False):
+            if self._torn:
+                self.rewind()
             if not (self._waiting or self._table.live or self._table.groups):
                 return False
             self.counters["steps"] += 1
+            self._torn = True
             try:
                 self._admit()
                 for feed in (self._prefill, self._decode):
@@ -152,6 +175,7 @@ class Engine:
                 if not is_out_of_memory(error):
                     raise
                 self._shrink(error)
+            self._torn = False
             return True
 
     def _admit(self) -> None:
@@ -365,9 +389,12 @@ class Engine:
         reply.records = [record for _, record in sorted(row.records, key=lambda each: each[0])]
         reply.finish_reason, reply.error = row.finish_reason or "stop", row.error
         if row.clean_takes and row.error is None:
-            self._waiting.appendleft(row.clean_follower(reply))
+            follower = row.clean_follower(reply)
+            self._unfinished[row.ticket] = follower
+            self._waiting.appendleft(follower)
         else:
             row.ticket.reply = reply
+            del self._unfinished[row.ticket]
 
     # Memory
 

@@ -147,6 +147,26 @@ class Row:
             self.finish_reason = "length"
         self.done = self.finish_reason is not None and not self.wants_last()
 
+    def start_over(self) -> None:
+        """As if nothing had been fed; the tokens it has and what follows from them stay. Mends what is half done."""
+        tokens = self.sequence.generated
+        self.sequence = TokenSequence(list(self.request.tokens), self.request.layout)
+        if self.request.forced is not None or self.max_new_tokens == 0:
+            for token in tokens:
+                self.sequence.append(token)
+        else:
+            self.finish_reason = None
+            for token in tokens:
+                self.append(token)
+        if self.error is not None:
+            self.finish_reason, self.edits, self.takes, self.clean_takes = "error", (), (), ()
+        self.index, self.written, self.fed, self.target, self.done = -1, 0, 0, len(self.sequence), False
+        self.prefix = self.known = self.kept = None
+        if self.wants_forced_logprobs:
+            self.logprobs.clear()
+        for values in self.logprobs.values():
+            del values[self.num_drawn :]
+
     def note_logprobs(self, logprobs, entropy, sampling_logprob: float | None) -> None:
         """Append values in nats of one or more tokens."""
         values = logprobs.tolist()

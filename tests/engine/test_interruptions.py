@@ -1,12 +1,15 @@
 """Many threads, cancelled requests, a step that was interrupted: what is finished is what it would have been."""
 
+import os
+import sys
 import threading
 from dataclasses import replace
 
 from interlens.engine.engine import Engine
-from interlens.interp import SteeringSpec
+from interlens.interp import CaptureSpec, SteeringSpec
 from tests.engine.reference import direction, drain, model_of, prompt, same, steer
 from tests.engine.test_faults import requests
+from tests.engine.test_interventions import LAYOUT
 
 
 def test_threads_share_one_engine_without_cross_talk():
@@ -82,3 +85,60 @@ def test_an_interrupted_engine_rewinds_and_goes_on():
         for one, other in zip(drain(engine, tickets), whole, strict=True):
             same(one, other, model)
         assert engine._collector.bytes_held == 0
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th call of a function of the engine."""
+
+    def __init__(self, when):
+        self.left = when
+
+    def __call__(self, frame, event, argument):
+        if event == "call" and f"interlens{os.sep}engine" in frame.f_code.co_filename:
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+
+
+def test_an_interrupt_anywhere_in_a_step_loses_nobody_and_nothing():
+    """Whoever else has requests in the engine is answered as if nothing had happened, at whatever call it comes."""
+    model = model_of("llama")
+    asked = [replace(r, keep="bob") for r in requests(5)]
+    asked[0] = replace(asked[0], capture=(CaptureSpec(pool="mean"), CaptureSpec(layers=(1,), source="clean")))
+    asked[1] = replace(asked[1], tokens=prompt(40, 1), interventions=(steer(1, (0, 2), 1.5)[0],))
+    asked[2] = replace(asked[2], tokens=prompt(40, 1), interventions=(steer(2, (1,), 1.0)[0],))
+    asked[0] = replace(asked[0], interventions=(steer(2, (1,), 1.0)[0],))
+    asked[3] = replace(asked[3], sampling=replace(asked[3].sampling, stop_ids=tuple(range(3, 40))), layout=LAYOUT)
+    asked[4] = replace(asked[4], forced=tuple(prompt(9, 77)))
+    whole, when, interrupted = Engine(model).run(asked), 1, True
+    while interrupted:
+        engine = Engine(model, rows=3, chunk=8)
+        tickets, interrupted = [engine.submit(request) for request in asked], False
+        sys.setprofile(Interrupt(when))
+        try:
+            while any(ticket.reply is None for ticket in tickets):
+                engine.step()
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.setprofile(None)
+        for one, other in zip(drain(engine, tickets), whole, strict=True):
+            same(one, other, model)
+        assert engine.bytes_held() == 0 and not engine._unfinished
+        when = when + 1 + when // 4
+    assert when > 1000
+
+
+def test_who_interrupts_a_run_leaves_no_work_behind():
+    engine = Engine(model_of("llama"))
+    sys.setprofile(Interrupt(300))
+    try:
+        engine.run(requests(5))
+    except KeyboardInterrupt:
+        sys.setprofile(None)
+        steps = engine.counters["steps"]
+        while engine.step():
+            assert engine.counters["steps"] < steps + 2
+        assert not engine._unfinished and engine.counters["errors"] == 5
+    finally:
+        sys.setprofile(None)

@@ -3,13 +3,15 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from interlens.engine.engine import Engine
+from interlens.engine.forward import Batch, Forward
 from interlens.engine.request import Request, Sampling
 from interlens.interp import CaptureSpec, Select
 from interlens.interp.select import Layout
 from tests.engine.reference import check, drain, generate, model_of, patch, prompt, same, steer
-from tests.tiny import FAMILIES
+from tests.tiny import FAMILIES, tiny
 
 SOME = ("llama", "gemma3", "mixtral")
 TRUNK = prompt(50, 100)
@@ -188,3 +190,28 @@ def test_records_inside_a_reused_prefix_are_complete_and_leave_it_as_it_is(famil
         check(reply, reference(model, each), model)
         assert [len(record.tensor) for record in reply.records] == [count] * 3
     assert [reply.counters["recomputed_tokens"] for reply in replies] == [49, 49, 39, 5, 0]
+
+
+def test_recomputation_for_records_leaves_keys_and_values_bit_for_bit():
+    """In bfloat16 another chunking gives other last bits, so what is only looked at again must not be written again."""
+    engine = Engine(tiny("llama", torch.bfloat16), chunk=64)
+    spent(engine, [request(TRUNK, 0, sampling=replace(WARM, max_new_tokens=1))])
+    (parked,) = engine.memory._parked.values()
+    engine.chunk = 3
+    ticket = engine.submit(request(TRUNK, 1, capture=(CaptureSpec(),), keep=None))
+    while not engine.live:
+        engine.step()
+    assert engine.live[0].counters["recomputed_tokens"] == 49
+    for layer, (keys, values) in enumerate(parked.source.layers):
+        for slabs, standing in ((engine.slabs.keys, keys), (engine.slabs.values, values)):
+            assert torch.equal(slabs[layer][engine.live[0].index, :, :49], standing[:, :49])
+    drain(engine, [ticket])
+
+
+def test_only_real_tokens_above_the_floor_are_written():
+    batch = Batch(first=2, ids=[prompt(9), prompt(5), prompt(9)], starts=[3, 0, 4], stops=[9, 5, 9], floors=[5, 0, 4])
+    _, window = Forward(model_of("llama"))._inputs(batch)
+    wanted = [(0, p) for p in range(5, 9)] + [(1, p) for p in range(5)] + [(2, p) for p in range(4, 9)]
+    assert list(zip(window.row.tolist(), window.column.tolist(), strict=True)) == wanted
+    assert (window.first, window.num_rows, window.width) == (2, 3, 9)
+    assert window.query.tolist() == [2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5]
