@@ -167,7 +167,7 @@ def test_shuffled_copies_that_cancel_are_chance_not_an_error():
     """Siblings that are equal in all but the label's own part: a shuffle can make both means the same."""
     groups = [item for item in range(6) for _ in range(4)]
     y = np.array([True, True, False, False] * 6)
-    x = np.where(y[:, None], 1.0, -1.0) * np.ones((24, 3)) + np.repeat(np.arange(6.0), 4)[:, None]
+    x = np.where(y[:, None], 1.0, -1.0) * np.ones((24, 3)) + 0.1 * np.repeat(np.arange(6.0), 4)[:, None]
     found = evaluate(x, y, groups, folds=2, permutations=60, draws=20)
     assert found.auroc.value == 1.0 and found.shuffled["draws"] == 60
     assert abs(found.shuffled["mean"] - 0.5) < 0.2
