@@ -88,13 +88,15 @@ def _guarded(action: Callable[[], int]) -> int:
 
 def _plan(arguments: list[str]) -> int:
     from . import estimate
-    from .config import load
+    from .config import ConfigError, load
 
-    parser = argparse.ArgumentParser("sweeps plan", add_help=False, allow_abbrev=False)
+    parser = _Parser("sweeps plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--config-dir", "-cd")
     options, overrides = parser.parse_known_args(arguments)
     if options.config_dir is not None:
+        if not os.path.isdir(options.config_dir):
+            raise ConfigError(f"no folder {options.config_dir!r} for --config-dir")
         overrides.append(f"hydra.searchpath=['file://{os.path.abspath(options.config_dir)}']")
     config = load(overrides)
     print(estimate.describe(config))
@@ -115,9 +117,11 @@ def _run(arguments: list[str]) -> int:
     from .config import ConfigError
 
     codes: list[int] = []
+    begun: list[bool] = []
     typed = [sys.argv[0], "run", *arguments]
 
     def task(composed: Any) -> None:
+        begun.append(True)
         sys.argv = typed  # what a message may tell its reader to type again
         if STOPPED not in codes:
             codes.append(_guarded(lambda: run_composed(composed)))
@@ -133,6 +137,10 @@ def _run(arguments: list[str]) -> int:
         try:
             app()
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
+            raise ConfigError(explain(error)) from None
+        except ValueError as error:  # what Hydra says of its flags; once a job has begun, a fault of ours
+            if begun:
+                raise
             raise ConfigError(explain(error)) from None
         except SystemExit as error:  # --help and the like, or argparse's own complaint
             return COMPLETE if not error.code else ERROR

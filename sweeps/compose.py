@@ -74,7 +74,7 @@ def explain(error: Exception) -> str:
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).replace("'++", "'")
     if "override_grammar" in text:
         shown = str(getattr(error, "override", None) or str(error).split("\n")[0]).lstrip("+")
         return f"cannot read the override {shown!r}; write key=value, and quote values with blanks or commas"
@@ -149,7 +149,9 @@ def from_plain(plain: Mapping[str, Any], suffix: str = "") -> SweepConfig:
     scenario = _mapping(data, "scenario", "of settings")
     data["scenario"] = {k: v for k, v in scenario.items() if not (k == "items" and v is None)}
     run = dict(_mapping(data, "run", "of settings"))
-    if run.get("dir") == "":
+    if not isinstance(given := run.get("dir"), (str, type(None))):
+        raise ConfigError(f"run.dir must be a text, got {given!r}")
+    if given == "":
         raise ConfigError("run.dir is empty; give a folder, or null for runs/<experiment>")
     run["dir"] = (run.get("dir") or f"runs/{Path(str(data.get('experiment', 'sweep'))).name}") + suffix
     data["run"] = run

@@ -94,6 +94,11 @@ def test_multirun_folders_are_named_by_content(capsys):
     (["show", "nowhere"], 1, "usage: sweeps show"),
     (["verify", "nowhere", "--depp"], 1, "usage: sweeps verify"),
     (["gc", "nowhere"], 1, "is no run folder"),
+    (["run", *SCRIPTED, "run.dir=3"], 1, "run.dir must be a text, got 3"),
+    (["run", *SCRIPTED, "--resolve"], 1, "The --resolve flag can only be used"),
+    (["run", *SCRIPTED, "scenario.seed=1,2"], 1, "Ambiguous value for argument 'scenario.seed=1,2'"),
+    (["plan", *SCRIPTED, "--config-dir", "nowhere"], 1, "no folder 'nowhere' for --config-dir"),
+    (["plan", *SCRIPTED, "--config-dir"], 1, "expected one argument; usage: sweeps plan"),
     (["fly"], 1, "no command 'fly'; there are: plan, run"),
     ([], 1, ""),
 ])  # fmt: skip
