@@ -127,7 +127,7 @@ def take(
         call,
     )
     if options.forced is not None:
-        options = replace(options, max_new_tokens=len(options.forced))
+        options = replace(options, max_new_tokens=max(1, len(options.forced)))
     limit = least(c.turn_limit(read_only(conversation)) for c in conversation.conditions)
     if limit is not None:
         own = getattr(speaker, "max_new_tokens", None) if options.max_new_tokens is None else options.max_new_tokens

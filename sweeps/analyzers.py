@@ -76,3 +76,10 @@ def enthusiasm(conversation: Any) -> dict[str, float]:
         measured[f"repetition.{name}"] = repetition_rate(text)
         measured[f"words.{name}"] = float(len(words(text)))
     return measured
+
+
+def colours(conversation: Any) -> dict[str, float]:
+    """For `fact_patching`: 1 where the last answer has the word in the item's column `clean`, `corrupt`; `neither`."""
+    said = words(conversation.transcript[-1].content)
+    found = {column: float(conversation.row[column] in said) for column in ("clean", "corrupt")}
+    return {**found, "neither": float(not any(found.values()))}

@@ -360,7 +360,7 @@ class UnitRun:
             specs = tuple(dict.fromkeys(map(donation.spec_of, edits)))
             steering = setting.options("branch", turn, speaker).get("steering")
             sample = yield from conversation.turn(
-                speaker, commit=False, max_new_tokens=0, capture=specs, patch=patches, steering=steering
+                speaker, commit=False, forced=(), capture=specs, patch=patches, steering=steering
             )
             layers = conversation.participant(speaker).num_layers
             return donation.kept(turn, edits, specs, sample.records, layers)
