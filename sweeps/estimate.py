@@ -32,7 +32,8 @@ FILE_BYTES = {"messages": 6_000, "records": 10_000, "outcomes": 3_000}
 ROW_BYTES = {"messages": 40, "records": 25, "outcomes": 70, "plan": 25}
 GENERATED_BYTES, PROMPT_BYTES, RECORD_TOKEN_BYTES = 4.5, 1.0, 0.5
 """Per token of a message's reply, of its prompt, of a record."""
-CHARS_PER_TOKEN, MESSAGE_MARKUP, SYSTEM_TOKENS = 4.5, 6, 25
+CHARS_PER_TOKEN, MESSAGE_MARKUP, SYSTEM_TOKENS = 4.5, 5, 25
+"""Of text; around a message; of the system prompt that a template adds where a participant has none."""
 COMMIT_CELL_BYTES = 25
 RESERVE_BYTES = 500_000_000
 """What a run leaves free on its disk."""
@@ -89,16 +90,39 @@ class Load:
     """Prompt positions that a capture selects: they are run through the model again where their KV is reused."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Prompt:
+    """What a turn is fed, in tokens."""
+
+    tokens: int
+    markup: int = 0
+    """Of these, role markup and what the template adds: left out by captures unless `special: keep`."""
+    shared: int = 0
+    """Of these, before the branch point."""
+
+
 def _turns(config: SweepConfig, part: str) -> Iterator[Load]:
-    prompt = SYSTEM_TOKENS + _text_tokens(config.scenario.first_message)
+    scenario = config.scenario
+    said, messages = _text_tokens(scenario.first_message), int(bool(scenario.first_message))
+    before = said
     if part == "branch":
-        prompt += sum(budget(config, n, "trunk") + MESSAGE_MARKUP for n in speakers(config, "trunk"))
-        prompt += _text_tokens(config.scenario.framing)
+        earlier = speakers(config, "trunk")
+        said += sum(budget(config, n, "trunk") + MESSAGE_MARKUP for n in earlier)
+        before = said
+        said += _text_tokens(scenario.framing)
+        messages += len(earlier) + bool(scenario.framing)
     for turn, name in enumerate(speakers(config, part)):
-        prompt += MESSAGE_MARKUP
+        own = scenario.participants[name].system_prompt
+        system, added = (_text_tokens(own), MESSAGE_MARKUP) if own else (SYSTEM_TOKENS, SYSTEM_TOKENS)
         generated = budget(config, name, part)
-        yield _load(config, name, part, turn, prompt if generated else 0, generated)
-        prompt += generated
+        tokens = said + MESSAGE_MARKUP + system
+        shared = before + system if part == "branch" else tokens + generated
+        prompt = _Prompt(
+            tokens=tokens if generated else 0, markup=added + (messages + 1) * MESSAGE_MARKUP,
+            shared=shared if scenario.trunk.turns else 0,
+        )  # fmt: skip
+        yield _load(config, name, part, turn, prompt, generated)
+        said, messages = said + MESSAGE_MARKUP + generated, messages + 1
 
 
 def _replayed(config: SweepConfig, row: dict[str, Any]) -> Iterator[Load]:
@@ -110,21 +134,21 @@ def _replayed(config: SweepConfig, row: dict[str, Any]) -> Iterator[Load]:
         length = len(message.fed.generated) if message.fed else round(len(message.content) / CHARS_PER_TOKEN)
         prompt += MESSAGE_MARKUP
         if last is not None and last.is_local:
-            yield _load(config, message.author, "branch", number, prompt, length)
+            yield _load(config, message.author, "branch", number, _Prompt(tokens=prompt), length)
         number += last is not None
         prompt += length
     if last is None or not last.is_local:
         for name, participant in config.scenario.participants.items():
             if participant.is_local:
-                yield _load(config, name, "branch", number, prompt, 0)
+                yield _load(config, name, "branch", number, _Prompt(tokens=prompt), 0)
                 number += 1
 
 
-def _load(config: SweepConfig, name: str, part: str, turn: int, prompt: int, generated: int) -> Load:
+def _load(config: SweepConfig, name: str, part: str, turn: int, prompt: _Prompt, generated: int) -> Load:
     caught = [c for c in config.capture if name in c.participants and captures_turn(c, part, turn)]
     kept = [_kept(config, c, name, prompt, generated) for c in caught]
     return Load(
-        generated=generated, prompt=prompt, tensors=sum(k.tensors for k in kept), records=sum(k.records for k in kept),
+        generated=generated, prompt=prompt.tokens, tensors=sum(k.tensors for k in kept), records=sum(k.records for k in kept),
         record_tokens=sum(k.record_tokens for k in kept), recomputed=max((k.recomputed for k in kept), default=0),
     )  # fmt: skip
 
@@ -133,10 +157,12 @@ def _text_tokens(text: str | None) -> int:
     return round(len(text) / CHARS_PER_TOKEN) + MESSAGE_MARKUP if text else 0
 
 
-def _kept(config: SweepConfig, capture: CaptureConfig, name: str, prompt: int, generated: int) -> Load:
+def _kept(config: SweepConfig, capture: CaptureConfig, name: str, prompt: _Prompt, generated: int) -> Load:
     shape = shapes.of(config, config.scenario.participants[name].model)
     from_prompt, from_reply = _selected(parse_tokens(capture.tokens), prompt, generated)
-    rows = min(from_prompt + from_reply, prompt + generated)
+    if capture.special == "drop":
+        from_prompt -= round(prompt.markup * from_prompt / max(prompt.tokens, 1))
+    rows = min(from_prompt + from_reply, prompt.tokens + generated)
     records = tensors = 0
     for site in capture.sites:
         every = 1 if site in ("embed", "final_norm", "logits") else shape.layers if shape else UNKNOWN_LAYERS
@@ -147,16 +173,18 @@ def _kept(config: SweepConfig, capture: CaptureConfig, name: str, prompt: int, g
     return Load(tensors=tensors, records=records, record_tokens=records * rows, recomputed=from_prompt)
 
 
-def _selected(select: Select, prompt: int, generated: int) -> tuple[int, int]:
+def _selected(select: Select, fed: _Prompt, generated: int) -> tuple[int, int]:
     """About how many prompt and reply positions a selection takes."""
-    op, args = select.op, select.args
+    op, args, prompt = select.op, select.args, fed.tokens
     if op == "or":
-        parts = [_selected(part, prompt, generated) for part in args]
+        parts = [_selected(part, fed, generated) for part in args]
         return min(sum(p for p, _ in parts), prompt), min(sum(g for _, g in parts), generated)
     if op == "minus":
-        return _selected(args[0], prompt, generated)
-    if op in ("all", "branch"):
+        return _selected(args[0], fed, generated)
+    if op == "all":
         return prompt, generated
+    if op == "branch":
+        return max(0, prompt - fed.shared), max(0, prompt + generated - max(fed.shared, prompt))
     if op == "prompt" or (op == "phase" and args[0] == "prompt"):
         return prompt, 0
     if op in ("generated", "phase"):

@@ -1,8 +1,12 @@
 """Laws of the estimates: what is planned is what is counted, and near what a finished run wrote."""
 
+from dataclasses import replace
+
 import pytest
 
-from sweeps import estimate, folder
+from sweeps import driver, estimate, folder
+from sweeps import run as reader
+from sweeps.compose import from_plain
 from sweeps.plan import expand
 from tests.sweeps import talk
 from tests.sweeps.test_plan import STEER, scenario
@@ -73,3 +77,30 @@ def test_one_unit_is_measured_and_leaves_nothing(tmp_path, monkeypatch):
     assert measured.cells == 8 and measured.bytes > 0 and not list((tmp_path / "scratch").iterdir())
     assert not (tmp_path / "run").exists()
     assert "measured: 8 cells" in estimate.extrapolate(config, measured)
+
+
+@pytest.mark.slow
+def test_prompts_are_counted_within_a_fifth(tmp_path):
+    """Captures of whole sequences on the embedded model, with and without markup, and from the branch point on."""
+    people = {
+        "alice": {"model": "smollm2", "max_new_tokens": 16},
+        "bob": {"model": "smollm2", "max_new_tokens": 12, "system_prompt": "You are bob, a patient man of few words."},
+    }
+    tokens = {1: ("all", "drop"), 2: ("all", "keep"), 3: ("branch", "keep"), 4: ("prompt", "drop")}
+    config = from_plain({
+        "scenario": {
+            "items": [{"id": "a", "topic": "the rain in autumn"}], "participants": people,
+            "opening": "Let's talk about {topic}. What do you think of it, and why?",
+            "trunk": {"turns": 2, "seeds": 1}, "branch": {"turns": 2, "seeds": 1},
+        },
+        "grid": {"framing": {"warm": "Answer with delight, as if you had waited for it.", "cold": "Answer with distaste."}},
+        "capture": [{"participants": ["alice", "bob"], "layers": [layer], "tokens": which, "special": special}
+                    for layer, (which, special) in tokens.items()],
+        "cluster": {"executor": "inline"}, "run": {"progress": "none", "dir": str(tmp_path / "run")},
+    })  # fmt: skip
+    assert driver.run(config, config.run.dir) == 0
+    run = reader.open(config.run.dir)
+    for number, layer in enumerate(tokens):
+        written = sum(r.tensor.numel() * r.tensor.element_size() for r in run.query(layer=layer))
+        planned = estimate.size(replace(config, capture=(config.capture[number],))).tensor_bytes
+        assert abs(planned - written) <= 0.2 * written, (tokens[layer], planned, written)
