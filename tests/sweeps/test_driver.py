@@ -174,6 +174,32 @@ def test_a_killed_driver_is_continued_by_the_same_command(folder, point):
     assert all(ran(folder)[cell] == 1 for cell in committed_first), "what was committed is not run again"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("second", ["driver.planned", "driver.acked"])
+def test_a_driver_killed_again_while_it_resumes_is_continued_too(folder, second):
+    assert command(folder, SWEEPS_FAILPOINTS="writer.committed=kill@2").wait(60) == -9
+    assert command(folder, SWEEPS_FAILPOINTS=f"{second}=kill").wait(60) == -9
+    assert command(folder, SWEEPS_FAKE_PAUSE_S="0").wait(60) == 0
+    held, failed = settled(folder)
+    assert set(held) == planned(folder) and set(held.values()) == {1} and not failed
+
+
+RETRY = COMMAND.replace("turns=1)", "turns=1, retry_failed=True)").replace("items(20)", "items(20, i3='raise')")
+EXTEND = COMMAND.replace("items(20)", "items(24)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "point"), [(RETRY, "driver.reopened"), (EXTEND, "driver.planned")])
+def test_a_retry_or_an_extension_that_is_killed_goes_on(folder, script, point):
+    first = COMMAND if script is EXTEND else RETRY.replace(", retry_failed=True", "")
+    run = [subprocess.run([sys.executable, "-c", text, str(folder)], env={**os.environ, **env}, check=False).returncode
+           for text, env in ((first, {}), (script, {"SWEEPS_FAILPOINTS": f"{point}=kill"}), (script, {}))]  # fmt: skip
+    assert run == ([0, -9, 0] if script is EXTEND else [3, -9, 3])
+    held, failed = settled(folder)
+    assert set(held) | set(failed) == planned(folder) and set(held.values()) == {1} and not set(held) & set(failed)
+    assert set(failed.values()) == (set() if script is EXTEND else {2}), "each round of retries tries once"
+
+
 def test_sigterm_hands_the_rest_to_a_child_and_exits_4(folder):
     process = command(folder, SWEEPS_FAKE_PAUSE_S="0.5")
     deadline = time.monotonic() + 30
