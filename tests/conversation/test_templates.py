@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from interlens import Conversation, Message
+from interlens.policies import DirectPipingPolicy
 from interlens.views import TemplateError, message_token_spans, template_of
 from interlens.views.render import render
 from interlens.views.view import View, ViewMessage
@@ -273,3 +274,25 @@ def test_markdown_and_markup_in_messages_cost_no_rendering():
     template.render = lambda messages, shape: rendered.append(shape) or render_(messages, shape)
     conversation.run(turns=30)
     assert len(rendered) < 90  # a skeleton for every length, each with and without what follows
+
+
+@pytest.mark.parametrize("policy", [None, DirectPipingPolicy()], ids=["round robin", "piping"])
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "gemma2", "llama3", "mistral3", "harmony"])
+def test_only_new_text_is_tokenised(name, policy):
+    """However long the talk, a turn tokenises what was said since the reader's last one, and looks at nothing twice."""
+    tokenizer = make(FAMILIES[name]["template"], **{k: v for k, v in FAMILIES[name].items() if k != "template"})
+    start = "<|channel|>final<|message|>" if name == "harmony" else ""
+    people = [
+        speaker(who, tokenizer, [f"{start}{who} says that {i} is a number." for i in range(99)])
+        for who in ("alice", "bob")
+    ]
+    conversation = Conversation(people, shared_context=" Go on.\n", communication=policy)
+    segments = template_of(tokenizer).segments
+    encode, spent = segments._encode, []
+    segments._encode = lambda text, *rest, **more: spent.append(len(text)) or encode(text, *rest, **more)
+    costs = []
+    for _ in range(40):
+        conversation.run(turns=1)
+        costs.append(sum(spent))
+        spent.clear()
+    assert max(costs[-10:]) <= max(costs[4:14]) + 8 and max(costs[-10:]) < 200
