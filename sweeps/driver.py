@@ -76,14 +76,18 @@ def run(
     progress = Progress(root, config.run.progress, config.run.interval_s)
     lease = Lease(root, say=progress.say)
     try:
-        units = _before(config, root, replica) if enter is None else None
-        with folder.usable(root):
-            lease.acquire()
-        reach("driver.leased")
-        entered = enter(config, root, lease.confirm) if enter else folder.enter(config, root, lease.confirm, units)
-        reach("driver.planned")
-        progress.event("started", found=entered.state, new_cells=entered.new_cells, command=_command())
-        return Driver(config, root, progress, lease, replica).run()
+        with _signals(_stop_here):
+            units = _before(config, root, replica) if enter is None else None
+            with folder.usable(root):
+                lease.acquire()
+            reach("driver.leased")
+            entered = enter(config, root, lease.confirm) if enter else folder.enter(config, root, lease.confirm, units)
+            reach("driver.planned")
+            progress.event("started", found=entered.state, new_cells=entered.new_cells, command=_command())
+            return Driver(config, root, progress, lease, replica).run()
+    except Stop as stop:
+        progress.complain(f"stopped: {stop.reason}; continue with: {_command()}")
+        return stop.code
     except (Held, folder.RunRefused, LedgerError) as error:
         progress.complain(f"sweeps: refused: {error}")
         return 5
@@ -461,6 +465,11 @@ class Driver:
         snapshot.cells, snapshot.held, snapshot.failed = ledger.num_cells, ledger.num_held, ledger.num_failed
         snapshot.finished, snapshot.underway = 0, 0.0
         snapshot.units_open, snapshot.elapsed_s = sum(ledger.open_by_cast().values()), time.monotonic() - self._started
+
+
+def _stop_here(name: str) -> None:
+    """Where no unit is in flight everything can be cut off at any line, as by a kill."""
+    raise Stop(4, f"received {name}")
 
 
 @contextlib.contextmanager

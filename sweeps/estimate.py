@@ -148,7 +148,8 @@ def _load(config: SweepConfig, name: str, part: str, turn: int, prompt: _Prompt,
     caught = [c for c in config.capture if name in c.participants and captures_turn(c, part, turn)]
     kept = [_kept(config, c, name, prompt, generated) for c in caught]
     return Load(
-        generated=generated, prompt=prompt.tokens, tensors=sum(k.tensors for k in kept), records=sum(k.records for k in kept),
+        generated=generated, prompt=prompt.tokens, tensors=sum(k.tensors for k in kept),
+        records=sum(k.records for k in kept),
         record_tokens=sum(k.record_tokens for k in kept), recomputed=max((k.recomputed for k in kept), default=0),
     )  # fmt: skip
 

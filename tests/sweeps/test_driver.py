@@ -214,6 +214,21 @@ def test_sigterm_hands_the_rest_to_a_child_and_exits_4(folder):
     assert set(held) == planned(folder) and set(held.values()) == {1}
 
 
+@pytest.mark.parametrize("point", ["driver.planned", "driver.complete"])
+def test_sigterm_where_no_unit_runs_is_a_clean_stop_too(folder, point):
+    """While it plans or aggregates, which may take minutes."""
+    process = command(folder, SWEEPS_FAKE_PAUSE_S="0", SWEEPS_FAILPOINTS=f"{point}=hang")
+    deadline = time.monotonic() + 60
+    begun = {"driver.planned": "run.json", "driver.complete": "_commits/u000009.json"}[point]
+    while not (folder / begun).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    process.terminate()
+    assert process.wait(30) == 4
+    assert command(folder, SWEEPS_FAKE_PAUSE_S="0").wait(60) == 0
+    assert set(ran(folder).values()) == {1}
+
+
 def test_two_drivers_on_one_folder_the_second_is_refused(folder):
     first = command(folder, SWEEPS_FAKE_PAUSE_S="10")
     deadline = time.monotonic() + 30
