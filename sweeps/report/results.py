@@ -211,7 +211,39 @@ def _values(entry: Mapping[str, Any]) -> list[str]:
     return [number(value) for value in entry["by"].values()]
 
 
+def outcome_table(result: Result) -> Markup:
+    """Per measure and value of `by`: means, rows against columns, darker where larger."""
+    parts: list[Any] = []
+    if result.get("where"):
+        parts.append(tag("p", "Cells where ", tag("code", result["where"]), "."))
+    for found in result["tables"]:
+        at = {(cell["row"], cell["column"]): cell for cell in found["cells"]}
+        by = ", ".join(f"{name} {value}" for name, value in found["by"].items())
+        means = [cell["mean"]["value"] for cell in found["cells"]]
+        low, high = min(means, default=0.0), max(means, default=0.0)
+        parts.append(tag("h3", found["measure"], f", {by}" if by else ""))
+        rows = [
+            [number(row), *[_mean_cell(at.get((row, column)), low, high) for column in result["column_levels"]]]
+            for row in result["row_levels"]
+        ]
+        counts = sorted({cell["count"] for cell in found["cells"]})
+        parts.append(table([result["rows"], *map(str, result["column_levels"])], rows))
+        shown = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0] if counts else 0)
+        parts.append(tag("p", f"Means over {shown} cells; 95 % intervals by bootstrap over items.", class_="quiet"))
+    return join(parts)
+
+
+def _mean_cell(cell: Mapping[str, Any] | None, low: float, high: float) -> Any:
+    if cell is None:
+        return "–"
+    share = 0.0 if high == low else (cell["mean"]["value"] - low) / (high - low)
+    bar = tag("svg", tag("rect", width=f"{40 * share:.1f}", height=8, fill="currentColor", opacity="0.45"),
+              width=40, height=8, role="img", aria_hidden="true")  # fmt: skip
+    return join([interval(cell["mean"], 2), " ", bar])
+
+
 SECTIONS = {
+    "outcome_table": outcome_table,
     "moments": moments,
     "logprob_summary": logprob_summary,
     "probe_eval": probe_eval,
