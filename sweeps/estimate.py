@@ -300,8 +300,7 @@ def describe(config: SweepConfig) -> str:
         if config.scenario.trunk.turns and _touches_trunk(parse_tokens(e.tokens))
     ]
     notes += [
-        f"patch on {', '.join(e.participants)} at layers {', '.join(map(str, e.layers)) or 'none'} from {_from(e.from_)}: "
-        "a patched cell runs after its donor"
+        f"patch on {', '.join(e.participants)} from {_from(e.from_)}: a patched cell runs after its donor"
         for e in config.intervention if e.kind == "patch"
     ]  # fmt: skip
     if found.recomputed:
