@@ -192,4 +192,5 @@ def _require_whole(file: Path, whose: str) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 240 else f"{text[:240]}..."
