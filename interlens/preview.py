@@ -39,14 +39,11 @@ def require(name: str, *, revision: str | None = None, adapter: str | None = Non
             sources.embedded_file(name)
     else:
         config_of(name, revision)
-    if kind in ("folder", "hub"):
-        folder = cached(name, revision) if kind == "hub" else Path(name).expanduser()
-        files = {p.name for p in folder.iterdir()} if folder else on_hub(name, revision)
-        if not files & set(_TOKENIZERS):
-            raise CannotLoad(f"{name!r} has no tokenizer: none of {', '.join(_TOKENIZERS)}; save it there too")
-        if folder:
-            _require_weights(folder, name)
-        elif not any({weights, f"{weights}.index.json"} & files for weights in _WEIGHTS):
+    if kind == "folder":
+        _require_files(Path(name).expanduser(), name)
+    elif kind == "hub" and not _is_whole(cached(name, revision)):
+        files = on_hub(name, revision)
+        if not any({weights, f"{weights}.index.json"} & files for weights in _WEIGHTS):
             raise CannotLoad(f"{name!r} on the hub has no weights: none of {', '.join(_WEIGHTS)}")
     if adapter is not None:
         require_adapter(adapter)
@@ -138,7 +135,7 @@ def on_hub(name: str, revision: str | None) -> frozenset[str]:
     except Exception as error:
         at = f" at revision {revision!r}" if revision else ""
         raise CannotLoad(
-            f"no model {name!r}{at}: no such folder, not in the hub's cache ({constants.HF_HUB_CACHE}), and asking "
+            f"no model {name!r}{at}: no such folder, not whole in the hub's cache ({constants.HF_HUB_CACHE}), and asking "
             f"{constants.ENDPOINT} gave: {_one_line(error)}; possible: {sources.possible()}"
         ) from None
     return frozenset(file.rfilename for file in found.siblings or ())
@@ -157,6 +154,20 @@ def _gguf_config(name: str, kind: str) -> Any:
         return AutoConfig.from_pretrained(done, local_files_only=True)
     file = sources.embedded_file(name) if kind == "embedded" else Path(name).expanduser()
     return AutoConfig.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+
+
+def _is_whole(folder: Path | None) -> bool:
+    """Nothing of it has to be fetched any more."""
+    try:
+        return folder is not None and _require_files(folder, "") is None
+    except CannotLoad:
+        return False
+
+
+def _require_files(folder: Path, name: str) -> None:
+    if not any((folder / file).exists() for file in _TOKENIZERS):
+        raise CannotLoad(f"model {name!r} has no tokenizer: none of {', '.join(_TOKENIZERS)}; save it there too")
+    _require_weights(folder, name)
 
 
 def _require_weights(folder: Path, name: str) -> None:

@@ -59,7 +59,7 @@ def refused(arguments, code, said, capsys):
 
 
 @pytest.mark.parametrize(("model", "said"), [
-    ("owner/nosuch", "no model 'owner/nosuch': no such folder, not in the hub's cache"),
+    ("owner/nosuch", "no model 'owner/nosuch': no such folder, not whole in the hub's cache"),
     ("{}/cut", "cannot read '{}/cut/model.safetensors'"),
     ("{}/weightless", "has no weights: none of model.safetensors"),
     ("{}/shardless", "cannot read '{}/shardless/model-00001-of-00002.safetensors'"),
