@@ -69,7 +69,7 @@ def require_models(config: SweepConfig) -> None:
 
     Reads configurations and headers, and asks the hub about hub ids that its cache does not hold; loads no weights.
     """
-    for point in inputs.points(config):
+    for point in inputs.points(config, ("scenario.participants", "scenario.judges", "models")):
         people, judges = point.scenario.participants, point.scenario.judges
         asked = [
             (f"participants.{n}", p.model, inputs.adapter_source(point, p)) for n, p in people.items() if p.is_local

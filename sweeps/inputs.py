@@ -57,11 +57,13 @@ def parse_direction(text: str, where: str = "direction") -> Direction:
     raise ConfigError(f"{where}: cannot read {text!r}; {DIRECTIONS}")
 
 
-def points(config: SweepConfig) -> Iterator[SweepConfig]:
-    """The base, and the configuration under every axis value that can change what is read or loaded."""
+def points(
+    config: SweepConfig, of: tuple[str, ...] = ("intervention", "scenario.participants", "models")
+) -> Iterator[SweepConfig]:
+    """The base, and the configuration under every value of the axes whose path begins with one of `of`."""
     yield config
     for axis in config.grid:
-        if full_path(axis.path).startswith(("intervention", "scenario.participants", "models")):
+        if full_path(axis.path).startswith(of):
             for label in axis.labels:
                 yield applied(config, {axis.path: label})
 
