@@ -204,7 +204,7 @@ class Driver:
                             part=info.part)  # fmt: skip
         for part, units in self.plan.retries():
             self.ledger.reopen(units, part)
-        for commit in sorted(store.list_commits(self.root), key=lambda c: c.unit.count(".")):
+        for commit in store.list_commits(self.root):
             self.snapshot.bytes += _bytes(commit)
             self._costs[""] = self._costs.get("", 0.0) + commit.counters.get("cost", 0.0)
             self._close(commit)

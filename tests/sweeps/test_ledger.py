@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sweeps.ledger import Closed, Ledger, LedgerError, Needs, Part, split
+from sweeps.store import unit_order
 
 
 @dataclass
@@ -46,7 +47,7 @@ class World:
             ledger.add(root, len(trunks), needs=Needs(trunks=needed), part=self.parts.get(root, 0))
         for part, names in self.rounds:
             ledger.reopen(names, part)
-        for name in sorted(self.commits, key=lambda n: n.count(".")):
+        for name in sorted(self.commits, key=unit_order):
             ledger.close(self.commits[name])
         return ledger
 
