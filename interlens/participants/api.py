@@ -23,7 +23,7 @@ from ..message import Message
 from ..turns import Ask, Steps
 from .base import Participant
 from .options import check_sampling
-from .providers import PROVIDERS, Answer, Malformed, Query
+from .providers import GO_ON, PROVIDERS, YOU_FIRST, Answer, Malformed, Query
 
 _THINK = re.compile(r"^\s*<think>(.*?)(?:</think>|$)", re.DOTALL)
 LONGEST_WAIT_S = 60.0
@@ -254,8 +254,9 @@ class APIParticipant(Participant):
 def _sent(view: Any) -> list[dict[str, Any]]:
     """The messages of a view as they are sent: somebody has to speak before a reply."""
     messages = view.chat()
-    if not any(m["role"] in ("user", "tool") for m in messages):
-        messages.append({"role": "user", "content": "(You speak first.)"})
+    roles = {m["role"] for m in messages}
+    if roles.isdisjoint(("user", "tool")):
+        messages.append({"role": "user", "content": GO_ON if "assistant" in roles else YOU_FIRST})
     return messages
 
 

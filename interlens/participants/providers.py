@@ -10,6 +10,11 @@ from typing import Any, Protocol
 from ..tools import Call
 
 
+YOU_FIRST = "(You speak first.)"
+GO_ON = "(Go on.)"
+"""What a user says where nobody has."""
+
+
 class Malformed(Exception):
     """The server answered with something that is no answer."""
 
@@ -154,7 +159,7 @@ class Anthropic:
 
     @staticmethod
     def _messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Roles alternate and hold blocks; tool results are a user's."""
+        """Roles alternate, a user's come first and last, and hold blocks; tool results are a user's."""
         made: list[dict[str, Any]] = []
         for message in messages:
             if message["role"] == "system":
@@ -171,6 +176,10 @@ class Anthropic:
                 made[-1]["content"] += blocks
             elif blocks:
                 made.append({"role": role, "content": blocks})
+        if not made or made[0]["role"] == "assistant":
+            made.insert(0, {"role": "user", "content": [{"type": "text", "text": YOU_FIRST}]})
+        if made[-1]["role"] == "assistant":  # which would be read as the beginning of the reply
+            made.append({"role": "user", "content": [{"type": "text", "text": GO_ON}]})
         return made
 
 

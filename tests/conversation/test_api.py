@@ -201,3 +201,28 @@ def test_wrong_settings():
         APIParticipant("x", "m", provider="closedai")
     with pytest.raises(ValueError, match="needs prices"):
         APIParticipant("x", "m", max_cost=1.0)
+
+
+@pytest.mark.parametrize("provider", ["openai", "anthropic"])
+def test_an_api_may_speak_first_twice_in_a_row_and_after_nothing(provider):
+    chat = ChatServer()
+    with serve(chat) as url:
+        conversation = Conversation([api(url, provider=provider), ScriptedParticipant("bob", ["", "Hm."])])
+        for who in ("remote", "remote", "bob", "bob", "remote", "remote"):
+            conversation.step(who)
+    sent = [
+        [
+            (m["role"], m["content"] if isinstance(m["content"], str) else m["content"][0]["text"])
+            for m in body["messages"]
+        ]
+        for body in chat.requests
+    ]
+    assert sent[0] == [("user", "(You speak first.)")]
+    if provider == "anthropic":  # a user first and last, in turn, and no empty block
+        assert sent[1] == [("user", "(You speak first.)"), ("assistant", "Answer 1."), ("user", "(Go on.)")]
+        for messages in sent:
+            assert [role for role, _ in messages] == [("user", "assistant")[n % 2] for n in range(len(messages))]
+            assert messages[-1][0] == "user" and all(text.strip() for _, text in messages)
+    else:
+        assert sent[1] == [("assistant", "Answer 1."), ("user", "(Go on.)")]
+        assert [role for role, _ in sent[2]] == ["assistant", "assistant", "user", "user"]
