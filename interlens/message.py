@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from .interp.activation_cache import ActivationRecord
     from .interp.select import Layout
+
+
+def plain(value: Any) -> Any:
+    """Plain JSON values only."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (int, float, bool, type(None))) else clean(str(value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +35,14 @@ class Fed:
     layout: Layout | None = None
     template_hash: str = ""
     """Of the tokenizer and chat template that produced the prompt. Tokens are only spliced into views of the same."""
+
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+def clean(text: str) -> str:
+    """`text` without halves of characters, which nothing can encode: they become U+FFFD."""
+    return text if text.isascii() else _SURROGATES.sub("\ufffd", text)
 
 
 @dataclass
@@ -43,6 +65,10 @@ class Message:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Another author or content is not what the recorded tokens say: they are forgotten."""
+        if name in ("author", "content"):
+            if not isinstance(value, str):
+                raise TypeError(f"a message's {name} is a string, not {value!r}")
+            value = clean(value)
         if name in ("author", "content", "fed") and name in self.__dict__ and value != self.__dict__[name]:
             Message.changes += 1
             if name != "fed":

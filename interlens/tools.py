@@ -7,6 +7,7 @@ text without the calls, and the calls. A call that cannot be read is a Call with
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import json
 import re
@@ -15,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
+
+from .message import clean, plain
 
 Parsed = tuple[str, list["Call"]]
 
@@ -57,9 +60,10 @@ class Tool:
 
     def call(self, arguments: Mapping[str, Any]) -> str:
         """The result as text: strings as they are, anything else as JSON. Raises what the function raises."""
-        inspect.signature(self.function).bind(**arguments)
-        result = self.function(**arguments)
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        given = copy.deepcopy(dict(arguments))  # the trail tells what was asked, whatever becomes of it
+        inspect.signature(self.function).bind(**given)
+        result = self.function(**given)
+        return clean(result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str))
 
 
 class ToolRegistry(Mapping[str, Tool]):
@@ -95,8 +99,13 @@ class ToolRegistry(Mapping[str, Tool]):
             return f"error: no tool {call.name!r}; there are: {', '.join(self._tools) or 'none'}", True
         try:
             return self._tools[call.name].call(call.arguments), False
-        except Exception as error:
-            return f"error: {type(error).__name__}: {error}", True
+        except (Exception, SystemExit) as error:
+            return clean(f"error: {type(error).__name__}: {error}"), True
+
+
+def entry(call: Call, result: str, failed: bool) -> dict[str, Any]:
+    """A call and its result as the tool trail has them: plain JSON values."""
+    return {"name": call.name, "arguments": plain(call.arguments), "result": result, "is_error": failed}
 
 
 def as_tools(tools: Iterable[Any] | Mapping[str, Tool]) -> tuple[Tool, ...]:

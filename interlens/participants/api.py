@@ -129,7 +129,7 @@ class APIParticipant(Participant):
 
     # -- a turn -----------------------------------------------------------------------------------------------------
     def turn(self, view: Any, request: Any) -> Steps:
-        from ..tools import ToolRegistry
+        from ..tools import ToolRegistry, entry
         from ..views.view import ViewMessage
 
         registry, trail, spent, generated = ToolRegistry(view.tools), [], Usage(), 0
@@ -145,8 +145,7 @@ class APIParticipant(Participant):
             for i, call in answer.calls:
                 result, failed = yield Ask(participant=self, call=lambda call=call: registry.run(call))
                 grown.append(ViewMessage(role="tool", content=result, author=call.name, call_id=i))
-                entry = {"name": call.name, "arguments": dict(call.arguments), "result": result, "is_error": failed}
-                entries.append(entry)
+                entries.append(entry(call, result, failed))
             trail.append(
                 {"raw_completion": answer.content, "n_tokens": answer.completion_tokens, "calls": entries}
             )  # fmt: skip

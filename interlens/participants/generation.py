@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..capturing import as_tuple
-from ..message import Fed, Message
+from ..message import Fed, Message, plain
 from ..reasoning import phases_of, reasoning_text, split_reply
 from ..turns import TurnRequest
 
@@ -105,14 +104,3 @@ class Generation:
         ]
         parts = {"patch": told[:patches], "steering": told[patches:]}
         return {k: v[0] if len(v) == 1 else v for k, v in parts.items() if v}
-
-
-def plain(value: Any) -> Any:
-    """Plain JSON values only."""
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

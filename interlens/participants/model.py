@@ -156,7 +156,7 @@ class ModelParticipant(Participant):
 
     # -- a turn -----------------------------------------------------------------------------------------------------
     def turn(self, view: Any, request: TurnRequest) -> Steps:
-        from ..tools import ToolRegistry, family_of
+        from ..tools import ToolRegistry, entry, family_of
 
         registry, trail, spent = ToolRegistry(view.tools), [], 0
         family = family_of(self.template.source, self.template.takes_tools) if view.tools else None
@@ -169,8 +169,7 @@ class ModelParticipant(Participant):
             results = []
             for call in calls:
                 result, failed = yield Ask(participant=self, call=lambda call=call: registry.run(call))
-                entry = {"name": call.name, "arguments": dict(call.arguments), "result": result, "is_error": failed}
-                results.append(entry)
+                results.append(entry(call, result, failed))
             trail.append({"raw_completion": made.raw, "n_tokens": len(made.reply.tokens), "calls": results})
             request, view = yield from request.after(spent, view.with_messages([*view, *made.as_view(results)]))
         return made.message(text, trail, "tool" if calls else made.reply.finish_reason)

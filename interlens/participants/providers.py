@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from ..tools import Call
 
-
 YOU_FIRST = "(You speak first.)"
 GO_ON = "(Go on.)"
 """What a user says where nobody has."""

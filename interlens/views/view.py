@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
-from ..message import Fed, Message
+from ..message import Fed, Message, clean
 
 if TYPE_CHECKING:
     from ..conversation import Conversation
@@ -107,11 +107,11 @@ def build(conversation: Conversation, participant: Participant, extra: Sequence[
     from ..policies.templating import fill
 
     row, visibility = conversation.row, str(conversation.reasoning_visibility)
-    system = [fill(part, row) for part in (conversation.shared_system_prompt, participant.system_prompt)]
+    system = [clean(fill(part, row)) for part in (conversation.shared_system_prompt, participant.system_prompt)]
     system_text = "\n\n".join(text for text in system if text)
     messages = [ViewMessage(role="system", content=system_text)] if system_text else []
     for item in participant.private_context:
-        content, role, author = fill(item.content, row), item.role_hint, item.author
+        content, role, author = clean(fill(item.content, row)), item.role_hint, item.author
         messages.append(ViewMessage(role=role, content=content, author=author))
     messages += _heard(conversation, participant.name, visibility)
     start = len(conversation.transcript)

@@ -414,6 +414,16 @@ def test_transcripts_are_lists():
         transcript[0] = "hello"
 
 
+def test_a_message_is_text_that_can_be_encoded():
+    for wrong in (None, 5, b"x"):
+        with pytest.raises(TypeError, match="content is a string"):
+            Message("a", wrong)
+    conversation = pair(shared_context="half \ud83d", shared_system_prompt="\udfff")
+    conversation.transcript.append("bob", "\ud800")
+    conversation.step("alice")
+    assert [m.content for m in conversation.transcript[:2]] == ["half \ufffd", "\ufffd"]
+
+
 def test_capture_records_go_to_every_open_block():
     with pytest.raises(ValueError, match="no participant 'carol'"), pair().capture(participants=["carol"]):
         pass

@@ -293,3 +293,34 @@ def test_mailboxes_in_a_rollout_are_mailboxes_alone():
     failed.participants[0].engine.answer = lambda request, tokenizer: "I send nothing."
     failed.step("alice")
     assert failed.communication.boxes.get("bob", []) == []  # the letter of the turn that failed was not sent
+
+
+def swallow(text: str, numbers: list, number: float) -> object:
+    """
+    Do everything that a tool should not do.
+
+    Args:
+        text: A text.
+        numbers: Some numbers.
+        number: A number.
+    """
+    numbers.clear()
+    if text == "quit":
+        raise SystemExit(3)
+    return text + "\ud83d" if text == "half" else {1: {2}, "nan": float("nan")}
+
+
+@pytest.mark.parametrize(
+    "text, result",
+    [("quit", "error: SystemExit: 3"), ("half", "half\ufffd"), ("odd", '{"1": "{2}", "nan": NaN}')],
+)
+def test_no_tool_can_break_a_conversation(text, result):
+    tokenizer = family("qwen2")
+    asked = call("qwen2", "swallow", text=text, numbers=[1, 2], number=float("nan"))
+    alice = speaker("alice", tokenizer, [asked, "Done."], tools=[swallow])
+    report = Conversation([alice], shared_context="Go.").rollout(2, turns=1)
+    assert not report.failed
+    message = report.results[0].transcript[-1]
+    (told,) = message.metadata["tool_trail"][0]["calls"]
+    assert told["arguments"] == {"text": text, "numbers": [1, 2], "number": None} and told["result"] == result
+    json.dumps(message.metadata, allow_nan=False).encode()
