@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import donors, inputs, items, judges, shapes
-from .config import CaptureConfig, InterventionConfig, ParticipantConfig, SweepConfig
+from .config import CaptureConfig, InterventionConfig, JudgeConfig, ParticipantConfig, SweepConfig
 from .estimate import captures_turn, speakers
 from .places import Remote
 from .selection import parse_tokens
@@ -35,6 +35,7 @@ class Models:
         self._loaded: dict[str, Loaded] = {}
         self._apis: dict[tuple, APIParticipant] = {}
         self._lock = threading.Lock()
+        self._told = 0.0
 
     def of(self, config: SweepConfig, participant: ParticipantConfig) -> Loaded:
         """The model of a local participant, with its adapter attached."""
@@ -60,7 +61,7 @@ class Models:
                 self.of(config, participant)
         judges.make(config, self)
 
-    def api(self, name: str, given: ParticipantConfig, **options: Any) -> APIParticipant:
+    def api(self, name: str, given: ParticipantConfig | JudgeConfig, **options: Any) -> APIParticipant:
         """An API participant; those of one model share their connection, its limit in flight and what they used."""
         from interlens.participants import APIParticipant
         from interlens.participants.api import Prices
@@ -87,7 +88,13 @@ class Models:
     @property
     def cost(self) -> float:
         """Dollars that API participants have used so far, failed cells included."""
-        return sum(api.usage.cost for api in self._apis.values())
+        return sum(api.usage.cost for api in list(self._apis.values()))
+
+    def newly_spent(self) -> float:
+        """Dollars since this was last asked."""
+        with self._lock:
+            before, self._told = self._told, self.cost
+            return self._told - before
 
     def facts(self) -> dict[str, dict[str, str]]:
         """Model name -> hashes of its weights and chat template, and its dtype."""

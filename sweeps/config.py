@@ -136,6 +136,10 @@ class JudgeConfig:
     thinking: str | bool = "auto"
     provider: str | None = None
     base_url: str | None = None
+    prices: PricesConfig | None = field(default=None, metadata={"identity": False})
+    """For kind api: what `run.max_cost` counts by. The next two are a participant's too."""
+    max_in_flight: int = field(default=8, metadata={"identity": False})
+    timeout_s: float = field(default=60.0, metadata={"identity": False})
 
 
 @dataclass(frozen=True, kw_only=True)

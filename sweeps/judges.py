@@ -97,6 +97,8 @@ def check(config: SweepConfig, name: str, judge: JudgeConfig) -> None:
         raise ConfigError(f"{at}.range is {list(judge.range)}; give [lowest, highest]")
     if judge.base_url and redact(judge.base_url) != judge.base_url:
         raise ConfigError(f"{at}.base_url holds a secret; give it in the provider's environment variable instead")
+    if judge.max_in_flight < 1 or judge.timeout_s <= 0:
+        raise ConfigError(f"{at}.max_in_flight must be at least 1 and timeout_s above 0")
     if judge.temperature < 0 or judge.max_new_tokens < 1:
         raise ConfigError(f"{at}: temperature must be at least 0 and max_new_tokens at least 1")
 
@@ -121,9 +123,7 @@ def _participant(config: SweepConfig, name: str, judge: JudgeConfig, models: Any
         "system_prompt": judge.system_prompt, "temperature": judge.temperature, "max_new_tokens": judge.max_new_tokens,
     }  # fmt: skip
     if judge.kind == "api":
-        return participants.APIParticipant(
-            name, judge.model, provider=judge.provider or "openai", base_url=judge.base_url, **shared
-        )
+        return models.api(name, judge, **shared)
     from .config import ParticipantConfig
 
     loaded = models.of(config, ParticipantConfig(model=judge.model))

@@ -185,7 +185,6 @@ class UnitRun:
         """Donor -> what it left for its recipients, until all of them are done."""
         self.left_trunks = {trunk.id: trunk for trunk in unit.trunks if trunk.id not in trunk_units}
         self.tokens = self.num_held = self.num_failed = 0
-        self.cost = 0.0
         self.first_error = ""
         scenario = base.config.scenario
         planned = len(self.left_trunks) * scenario.trunk.turns + len(self.left) * scenario.branch.turns
@@ -298,7 +297,6 @@ class UnitRun:
         if turn.message is not None:
             generated = int(turn.message.metadata.get("n_tokens", 0))
             self.tokens += generated
-            self.cost += turn.message.metadata.get("api", {}).get("cost", 0.0)
             self.replica.tokens += generated
         if not asked or cell is None:
             return turn.records
@@ -472,7 +470,9 @@ class UnitRun:
         for name, state in self.states.items():
             self.writer.add_sums(name, state)
         begun = time.monotonic()
-        outcome = self.writer.commit(children=children, counters={"tokens": self.tokens, "cost": round(self.cost, 6)})
+        outcome = self.writer.commit(
+            children=children, counters={"tokens": self.tokens, "cost": round(self.replica.models.newly_spent(), 6)}
+        )
         self.replica.seconds["writing"] += time.monotonic() - begun
         reach("replica.finished")
         return {**ack, "outcome": outcome, "children": len(children), "first_error": self.first_error[:300]}

@@ -97,10 +97,11 @@ def check_choices(config: SweepConfig) -> None:
         value = getattr(getattr(config, section), key)
         if value is not None and value < least:
             raise ConfigError(f"{section}.{key} is {value:g}; it must be at least {least:,}".replace(",", " "))
-    free = [name for name, p in config.scenario.participants.items() if p.kind == "api" and p.prices is None]
+    asked = [*config.scenario.participants.items(), *config.scenario.judges.items()]
+    free = [name for name, who in asked if who.kind == "api" and who.prices is None]
     if config.run.max_cost is not None and free:
         raise ConfigError(
-            f"run.max_cost is {config.run.max_cost:g} dollars, and every API participant needs prices: "
+            f"run.max_cost is {config.run.max_cost:g} dollars, and every API participant and judge needs prices: "
             f"{{prompt: ..., completion: ...}} (dollars per million tokens) to count by; without: {', '.join(free)}"
         )
     for section, key in ABOVE_ZERO:

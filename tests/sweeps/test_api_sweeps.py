@@ -45,6 +45,24 @@ def test_all_conversations_share_one_limit_and_only_unanswered_turns_are_asked_a
     assert verify(run.root, deep=True).ok
 
 
+def test_judges_are_within_the_limit_and_the_budget(tmp_path):
+    chat = ChatServer(pause_s=0.02)
+    with serve(chat) as url:
+        plain = settings(url, items=2, max_in_flight=2).to_dict()
+        judge = {"kind": "api", "model": "m", "base_url": url, "prompt": "Rate: {transcript}", "max_in_flight": 2,
+                 "prices": {"prompt": 10_000.0, "completion": 0.0}}  # fmt: skip
+        del plain["inputs"]
+        plain["grid"], plain["aggregate"] = {}, {}
+        config = from_plain({**plain, "scenario": {**plain["scenario"], "judges": {"warmth": judge}}})
+        assert driver.run(config, tmp_path / "run") == 0
+    assert chat.most_in_flight == 2 and len(chat.requests) == 8 + 4
+    spent = sum(commit.counters["cost"] for commit in reader.open(tmp_path / "run").commits())
+    assert spent == pytest.approx(1.2)
+    with pytest.raises(ConfigError, match="without: warmth"):
+        bare = {**judge, "prices": None}
+        from_plain({**plain, "scenario": {**plain["scenario"], "judges": {"warmth": bare}}, "run": {"max_cost": 1.0}})
+
+
 def test_a_spent_budget_stops_like_a_signal_and_a_larger_one_goes_on(tmp_path, capsys):
     chat = ChatServer(pause_s=0.1)
     folder = tmp_path / "run"
@@ -74,5 +92,5 @@ def test_a_budget_needs_prices():
         "scenario": {"items": [{"id": "i"}], "participants": {"alice": who, "bob": who}, "branch": {"turns": 1}},
         "run": {"max_cost": 1.0},
     }
-    with pytest.raises(ConfigError, match=r"every API participant needs prices.*without: alice, bob"):
+    with pytest.raises(ConfigError, match=r"every API participant and judge needs prices.*without: alice, bob"):
         from_plain(plain)
