@@ -448,7 +448,7 @@ class Driver:
         finished = reader.open(self.root)
         if names and (fresh or missing):
             changed = finished.config.aggregate != self.config.aggregate
-            aggregates.finalize(finished, self.config.aggregate if changed else None)
+            aggregates.finalize(finished, self.config.aggregate if changed else None, own=True)
         reach("driver.aggregated")
         self.snapshot.state = "complete"
         self.progress.update(self.snapshot, now=fresh)

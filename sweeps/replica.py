@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -153,10 +153,11 @@ class Replica:
             return self._settings[key]
 
     def _config(self, part: int) -> SweepConfig:
-        """The configuration with which a part of the plan entered the run."""
+        """The configuration with which a part of the plan entered the run; what code it calls is the user's own."""
         if part not in self._configs:
             plain = yaml.safe_load((self.root / f"config-{part}.yaml").read_bytes())
-            self._configs[part] = SweepConfig.from_dict(plain)
+            entered, own = SweepConfig.from_dict(plain), self.config.scenario.analyzers
+            self._configs[part] = replace(entered, scenario=replace(entered.scenario, analyzers=own))
         return self._configs[part]
 
 

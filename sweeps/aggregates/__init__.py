@@ -149,15 +149,18 @@ def sums(aggregates: Iterable[Sum | Fit]) -> list[Sum]:
     return [aggregate for aggregate in aggregates if isinstance(aggregate, Sum)]
 
 
-def finalize(run: Any, aggregates: Iterable[AggregateConfig] | None = None) -> dict[str, dict[str, Any]]:
+def finalize(
+    run: Any, aggregates: Iterable[AggregateConfig] | None = None, *, own: bool = False
+) -> dict[str, dict[str, Any]]:
     """Merge a run's committed sums in unit order, run its fits, and write `RUN/aggregates/`. Returns name -> result.
 
     `aggregates` replaces the `aggregate:` section of the run's own configuration. Safe to repeat: everything written is
-    derived, and is written to a temporary name and renamed.
+    derived, and is written to a temporary name and renamed. Aggregates at an import path must be given, never read from
+    the folder; `own`: the run's configuration is the caller's, so that it may name code.
     """
     from .results import finalize as run_finalize
 
-    return run_finalize(run, aggregates)
+    return run_finalize(run, aggregates, own=own)
 
 
 def findings(run: Any) -> list[str]:

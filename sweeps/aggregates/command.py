@@ -11,7 +11,7 @@ import yaml
 
 from ..config import AggregateConfig, ConfigError
 from ..places import Remote, place
-from .results import finalize
+from .results import finalize, refuse_code
 
 HELP = """sweeps aggregate DIR                      all aggregates of the run's configuration, from their recorded sums
 sweeps aggregate DIR name=NAME key=value  one aggregate, recomputed from what is stored: options as in `aggregate:`,
@@ -31,6 +31,8 @@ def aggregate(run: Any, given: Sequence[str]) -> list[Path | Remote]:
         if not isinstance(name, str) or not name:
             raise ConfigError(f"which aggregate? give name=NAME; options were: {', '.join(options)}")
         base = next((dict(entry.options) for entry in run.config.aggregate if entry.name == name), {})
+        if "kind" not in options:
+            refuse_code(run.root, name, base)
         try:
             results = finalize(run, [AggregateConfig(name=name, options={**base, **options})], cluster)
         except ValueError as error:

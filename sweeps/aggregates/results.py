@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from .. import store
-from ..config import ClusterConfig
+from ..config import ClusterConfig, ConfigError
 from ..places import place
 from . import Fit, State, Sum, build
 from .directions import save_directions
@@ -18,10 +18,13 @@ from .shards import recompute, recompute_on_ray
 
 
 def finalize(
-    run: Any, aggregates: Iterable[Any] | None = None, cluster: ClusterConfig | None = None
+    run: Any, aggregates: Iterable[Any] | None = None, cluster: ClusterConfig | None = None, own: bool = False
 ) -> dict[str, dict[str, Any]]:
     """See `sweeps.aggregates.finalize`. With a `cluster`, sums are recomputed on Ray, one task per unit."""
     entries = list(run.config.aggregate if aggregates is None else aggregates)
+    if aggregates is None and not own:
+        for entry in entries:
+            refuse_code(run.root, entry.name, entry.options)
     made = list(zip(build(entries, run.config), entries, strict=True))
     results = {}
     for aggregate, entry in sorted(made, key=lambda pair: getattr(pair[0], "is_last", False)):
@@ -35,6 +38,15 @@ def finalize(
         result = aggregate.fit(run, finished) if isinstance(aggregate, Fit) else finished
         results[aggregate.name] = _write(run.root, aggregate.name, dict(result or {}), dict(entry.options or {}))
     return results
+
+
+def refuse_code(root: Any, name: str, options: Any) -> None:
+    """ConfigError where a run folder names code: a folder is data, and may come from anybody."""
+    if ":" in (kind := str(dict(options or {}).get("kind", name))):
+        raise ConfigError(
+            f"aggregate {name!r} of {str(root)!r} is code at {kind!r}, and nothing that a run folder names is imported; "
+            f"if you trust it, name it yourself: sweeps aggregate {root} name={name} kind={kind}"
+        )
 
 
 def _finished(run: Any, aggregate: Sum, stored: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import sweeps
 from sweeps import folder, garbage, store
+from sweeps.compose import from_plain
 from sweeps.places import Remote, place
 from sweeps.plan import expand
 from sweeps.planfile import PlanFile
@@ -226,6 +228,35 @@ def test_nothing_in_a_folder_is_run(tmp_path):
     with pytest.raises(Exception, match="python/object"):
         _ = sweeps.open(config.run.dir).config
     assert not (tmp_path / "pwned").exists()
+
+
+def test_code_that_a_folder_names_is_never_imported(tmp_path, monkeypatch, capsys):
+    """An aggregate's kind and an analyzer may be import paths, in the user's own configuration only."""
+    from sweeps import driver
+    from sweeps.cli import main
+
+    people = {"alice": {"kind": "scripted", "lines": ["hello"]}}
+    plain = {
+        "scenario": {"items": [{"id": "a"}], "participants": people, "branch": {"turns": 1}},
+        "cluster": {"executor": "inline"}, "run": {"progress": "none", "dir": str(tmp_path / "run")},
+    }  # fmt: skip
+    config = from_plain(plain)
+    assert driver.run(config, config.run.dir) == 0
+    planted = tmp_path / "run" / "config-0.yaml"
+    evil = f"touch {tmp_path}/pwned"
+    content = {**store.read_yaml(tmp_path / "run", "config-0.yaml")}
+    content["aggregate"] = [{"name": evil, "options": {"kind": "os:system"}}]
+    content["scenario"]["analyzers"] = ["antigravity:nothing"]
+    planted.write_bytes(store.dump_yaml(content))
+    assert main(["aggregate", str(tmp_path / "run")]) == 1
+    assert "nothing that a run folder names is imported" in capsys.readouterr().err
+    assert main(["aggregate", str(tmp_path / "run"), f"name={evil}", "pool=mean"]) == 1
+    for command in ("report", "status", "verify"):
+        assert main([command, str(tmp_path / "run")]) == 0
+    more = from_plain({**plain, "scenario": {**plain["scenario"], "branch": {"turns": 1, "seeds": 2}}})
+    (tmp_path / "run" / "_commits" / "u000000.json").unlink()
+    assert driver.run(more, config.run.dir) == 0
+    assert not (tmp_path / "pwned").exists() and "antigravity" not in sys.modules
 
 
 def test_paths_in_a_commit_cannot_point_outside(tmp_path):
