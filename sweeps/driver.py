@@ -368,7 +368,8 @@ class Driver:
 
     def _measure(self, now: float, crew: Crew, counters: Mapping[str, Mapping[str, Any]]) -> None:
         snapshot, ledger = self.snapshot, self.ledger
-        snapshot.state, snapshot.elapsed_s = "running", now - self._started
+        loading = not crew.num_ready and snapshot.state == "starting"
+        snapshot.state, snapshot.elapsed_s = "starting" if loading else "running", now - self._started
         snapshot.cells, snapshot.held, snapshot.failed = ledger.num_cells, ledger.num_held, ledger.num_failed
         snapshot.units_open = sum(ledger.open_by_cast().values())
         snapshot.replicas_ready, snapshot.replicas_wanted = crew.num_ready, self.config.cluster.replicas

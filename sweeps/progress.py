@@ -25,7 +25,7 @@ class Snapshot:
     """Where a run stands. Rates are over the last interval, in seconds."""
 
     state: str = "starting"
-    """starting | running | stopping | complete | stopped | failed | refused."""
+    """starting (replicas load their models) | running | stopping | complete | stopped | failed | refused."""
     reason: str = ""
     cells: int = 0
     held: int = 0
@@ -57,7 +57,7 @@ class Snapshot:
     @property
     def eta_s(self) -> float | None:
         left = self.pending - self.underway
-        return left / self.cells_per_s if self.cells_per_s > 0 and left > 0 else None
+        return left / self.cells_per_s if self.cells_per_s > 0 and left > 0 and self.share > 0.02 else None
 
     @property
     def share(self) -> float:
@@ -79,7 +79,8 @@ class Snapshot:
         parts.append(f"{self.replicas_ready}/{self.replicas_wanted} replicas")
         if self.eta_s is not None:
             parts.append(f"about {_duration(self.eta_s)} left")
-        return " | ".join([f"[{_duration(self.elapsed_s)}] {self.state}", *parts])
+        state = "loading models" if self.state == "starting" else self.state
+        return " | ".join([f"[{_duration(self.elapsed_s)}] {state}", *parts])
 
 
 class Progress:
