@@ -85,9 +85,36 @@ def lda(x: Any, y: Any, groups: Sequence[Hashable] | None = None, shrinkage: str
     x, y = _check(x, y)
     if len(x) < 4:
         raise ValueError(f"lda needs at least 4 rows for a covariance, got {len(x)}")
-    fitted = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=shrinkage, priors=[0.5, 0.5]).fit(x, y)
-    raw = fitted.coef_[0]
-    return _probe("lda", raw, x, y, float(-fitted.intercept_[0] / max(np.linalg.norm(raw), 1e-300)))
+    if shrinkage == "auto" and 2 <= y.sum() <= len(y) - 2 and len(x) < x.shape[1]:
+        means = x[y].mean(axis=0), x[~y].mean(axis=0)
+        raw = _whitened(x, y, means[0] - means[1])
+        offset = float(raw @ (means[0] + means[1])) / 2
+    else:
+        fitted = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=shrinkage, priors=[0.5, 0.5]).fit(x, y)
+        raw, offset = fitted.coef_[0], float(-fitted.intercept_[0])
+    return _probe("lda", raw, x, y, offset / max(float(np.linalg.norm(raw)), 1e-300))
+
+
+def _whitened(x: np.ndarray, y: np.ndarray, difference: np.ndarray) -> np.ndarray:
+    """Inverse shrunk covariance times `difference` [D], as scikit-learn's LDA has it, for fewer rows than columns.
+
+    The covariance is a diagonal plus one term per row, so its inverse takes a matrix of rows x rows (Woodbury) and
+    never one of D x D, which would cost hundreds of times as much.
+    """
+    from sklearn.covariance import ledoit_wolf_shrinkage
+
+    diagonal, parts = np.zeros(x.shape[1]), []
+    for side in (y, ~y):
+        scale = x[side].std(axis=0)
+        scale = np.where(scale > 0, scale, 1.0)
+        rows = (x[side] - x[side].mean(axis=0)) / scale
+        share = ledoit_wolf_shrinkage(rows)
+        diagonal += 0.5 * share * (rows**2).mean() * scale**2
+        parts.append(np.sqrt(0.5 * (1 - share) / len(rows)) * rows * scale)
+    low = np.concatenate(parts)
+    scaled = low / diagonal
+    inner = np.eye(len(low)) + scaled @ low.T
+    return difference / diagonal - scaled.T @ np.linalg.solve(inner, scaled @ difference)
 
 
 def logistic(x: Any, y: Any, groups: Sequence[Hashable] | None = None, C: float = 0.1) -> Probe:

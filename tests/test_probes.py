@@ -44,6 +44,18 @@ def test_lda_is_scikit_learns_decision():
     assert ((decision > 0) == (score > 0)).all()
 
 
+@pytest.mark.parametrize("rows, width", [(12, 40), (40, 41), (9, 200)])
+def test_lda_with_fewer_rows_than_columns_is_still_scikit_learns(rows, width):
+    rng = np.random.default_rng(rows)
+    y = np.arange(rows) % 3 == 0
+    x = rng.standard_normal((rows, width)) * np.logspace(-2, 2, width) + 3 + y[:, None]
+    x[:, 5] = 1.0  # a column that never varies
+    fitted = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto", priors=[0.5, 0.5]).fit(x, y)
+    probe = probes.lda(x, y)
+    assert np.allclose(probe.direction * probe.norm, fitted.coef_[0], rtol=1e-6, atol=1e-9 * probe.norm)
+    assert np.allclose(probe.score(x) * probe.norm, fitted.decision_function(x), rtol=1e-6, atol=1e-6)
+
+
 def test_pca_of_pairs_is_the_leading_singular_vector():
     x, y, _, _ = siblings(signal=3.0)
     differences = x[y] - x[~y]
