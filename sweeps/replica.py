@@ -153,11 +153,12 @@ class Replica:
             return self._settings[key]
 
     def _config(self, part: int) -> SweepConfig:
-        """The configuration with which a part of the plan entered the run; what code it calls is the user's own."""
+        """The configuration with which a part of the plan entered the run; whom it calls is the user's own."""
         if part not in self._configs:
             plain = yaml.safe_load((self.root / f"config-{part}.yaml").read_bytes())
-            entered, own = SweepConfig.from_dict(plain), self.config.scenario.analyzers
-            self._configs[part] = replace(entered, scenario=replace(entered.scenario, analyzers=own))
+            entered, own = SweepConfig.from_dict(plain), self.config.scenario
+            scenario = replace(entered.scenario, analyzers=own.analyzers, judges=own.judges)
+            self._configs[part] = replace(entered, scenario=scenario)
         return self._configs[part]
 
 
