@@ -7,7 +7,7 @@ age, sampling settings, interventions and captures live in one batch.
 Invariants:
 * `run` and `submit` never raise for a request: what goes wrong with it is its reply's error, and its neighbours go on.
 * No hook outlives a forward. A forward that fails half-way has written only columns that are written again.
-* One lock: whoever steps, steps for all; many threads may submit and run.
+* One lock per model: whoever steps, steps for all; many threads may submit and run.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Engine:
         self._unfinished: dict[Ticket, Row] = {}
         self._torn = False
         """A step has begun and not ended."""
-        self._lock = threading.RLock()
+        self._lock = hooks.lock_of(model)
 
     def __reduce__(self):
         """A copied or pickled model leaves its engine behind: the copy gets one of its own."""
@@ -150,6 +150,7 @@ class Engine:
             rows = [row for ticket, row in self._unfinished.items() if ticket.reply is None]
             for row in rows:
                 row.start_over()
+                row.kept = None
             self._waiting = deque(rows)
             self.counters["requeued"] += len(rows)
             self._torn = False

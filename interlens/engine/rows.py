@@ -161,9 +161,9 @@ class Row:
         if self.error is not None:
             self.finish_reason, self.edits, self.takes, self.clean_takes = "error", (), (), ()
         self.index, self.written, self.fed, self.target, self.done = -1, 0, 0, len(self.sequence), False
-        self.prefix = self.known = self.kept = None
+        self.prefix = self.known = None
         if self.wants_forced_logprobs:
-            self.logprobs.clear()
+            self.logprobs.clear()  # its prefill scores them again
         for values in self.logprobs.values():
             del values[self.num_drawn :]
 

@@ -170,9 +170,7 @@ class Table:
         self.groups.clear()
         for row in removed:
             self._forget_prefix(row)
-            row.index, row.written, row.fed, row.target, row.done = -1, 0, 0, len(row.sequence), False
-            if row.wants_forced_logprobs:
-                row.logprobs.clear()  # its prefill scores them again
+            row.start_over()
         if self.live:
             self.slabs.resize(keep, max(row.written for row in self.live))
         else:

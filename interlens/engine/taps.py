@@ -55,6 +55,8 @@ class Tables:
         identity = tuple((edit, len(at)) for _, edit, at in members)
         kept = self._kept.get(where)
         if kept is None or kept[0] != identity:
+            if len(self._kept) >= 4096:  # edits with keys of their own come and go
+                self._kept.clear()
             each = [_parameters(layer, *member) for member in members]
             kept = self._kept[where] = (identity, _stack(each, members, like, False))
         return kept[1]

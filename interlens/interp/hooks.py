@@ -1,12 +1,14 @@
 """Hooks that live only inside a with-block.
 
 Invariants: one torch hook per (layer, site); every hook is removed when the block ends, however it ends; after a clean
-end every tap has fired, or `HookDidNotFire` names those that did not (a compiled model, a layer that was skipped).
+end every tap has fired, or `HookDidNotFire` names those that did not (a compiled model, a layer that was skipped). One
+block at a time per model, whatever thread it is in: hooks would fire in each other's forwards.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +23,14 @@ from .sites import Locator, Place, unwrap
 
 Tap = Callable[[Tensor], Tensor | None]
 _REGISTERED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_MAKING = threading.Lock()
+
+
+def lock_of(model: nn.Module):
+    """The lock of a model (of its base, under wrappers): reentrant, held by engines' steps and `attached` blocks."""
+    with _MAKING:
+        return _LOCKS.setdefault(unwrap(model), threading.RLock())
 
 
 @contextmanager
@@ -32,7 +42,7 @@ def attached(model: nn.Module, taps: Mapping[tuple[int, str], Tap]) -> Iterator[
     """
     places = _places(model, taps)
     fired: set[tuple[int, str]] = set()
-    with _Attachments() as attachments:
+    with lock_of(model), _Attachments() as attachments:
         for key, place in places.items():
             attachments.add(place, taps[key], functools.partial(fired.add, key))
         yield
