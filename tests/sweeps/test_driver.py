@@ -163,10 +163,10 @@ POINTS = ["driver.leased", "driver.planned", "driver.connected", "driver.dispatc
 def test_a_killed_driver_is_continued_by_the_same_command(folder, point):
     name, _, nth = point.partition("@")
     killed = command(folder, SWEEPS_FAILPOINTS=f"{name}=kill@{nth or 1}")
-    assert killed.wait(60) == -9
+    assert killed.wait(180) == -9
     before = {commit.unit for commit in store.list_commits(folder)} if (folder / "_commits").exists() else set()
     again = command(folder, SWEEPS_FAKE_PAUSE_S="0")
-    assert again.wait(60) == 0
+    assert again.wait(180) == 0
     held, failed = settled(folder)
     assert set(held) == planned(folder) and set(held.values()) == {1} and not failed
     assert before <= {commit.unit for commit in store.list_commits(folder)}
@@ -177,9 +177,9 @@ def test_a_killed_driver_is_continued_by_the_same_command(folder, point):
 @pytest.mark.slow
 @pytest.mark.parametrize("second", ["driver.planned", "driver.acked"])
 def test_a_driver_killed_again_while_it_resumes_is_continued_too(folder, second):
-    assert command(folder, SWEEPS_FAILPOINTS="writer.committed=kill@2").wait(60) == -9
-    assert command(folder, SWEEPS_FAILPOINTS=f"{second}=kill").wait(60) == -9
-    assert command(folder, SWEEPS_FAKE_PAUSE_S="0").wait(60) == 0
+    assert command(folder, SWEEPS_FAILPOINTS="writer.committed=kill@2").wait(180) == -9
+    assert command(folder, SWEEPS_FAILPOINTS=f"{second}=kill").wait(180) == -9
+    assert command(folder, SWEEPS_FAKE_PAUSE_S="0").wait(180) == 0
     held, failed = settled(folder)
     assert set(held) == planned(folder) and set(held.values()) == {1} and not failed
 
@@ -202,13 +202,13 @@ def test_a_retry_or_an_extension_that_is_killed_goes_on(folder, script, point):
 
 def test_sigterm_hands_the_rest_to_a_child_and_exits_4(folder):
     process = command(folder, SWEEPS_FAKE_PAUSE_S="0.5")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not ran(folder) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.terminate()
-    assert process.wait(30) == 4
+    assert process.wait(180) == 4
     assert any(commit.children for commit in store.list_commits(folder))
-    assert command(folder, SWEEPS_FAKE_PAUSE_S="0").wait(60) == 0
+    assert command(folder, SWEEPS_FAKE_PAUSE_S="0").wait(180) == 0
     assert set(ran(folder).values()) == {1} and set(ran(folder, "trunk").values()) == {1}
     held, _ = settled(folder)
     assert set(held) == planned(folder) and set(held.values()) == {1}
@@ -224,18 +224,18 @@ def test_sigterm_where_no_unit_runs_is_a_clean_stop_too(folder, point):
         time.sleep(0.05)
     time.sleep(0.3)
     process.terminate()
-    assert process.wait(30) == 4
-    assert command(folder, SWEEPS_FAKE_PAUSE_S="0").wait(60) == 0
+    assert process.wait(180) == 4
+    assert command(folder, SWEEPS_FAKE_PAUSE_S="0").wait(180) == 0
     assert set(ran(folder).values()) == {1}
 
 
 def test_two_drivers_on_one_folder_the_second_is_refused(folder):
-    first = command(folder, SWEEPS_FAKE_PAUSE_S="10")
-    deadline = time.monotonic() + 30
+    first = command(folder, SWEEPS_FAKE_PAUSE_S="60")
+    deadline = time.monotonic() + 120
     while not (folder / "run.json").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     second = command(folder)
-    assert second.wait(60) == 5
+    assert second.wait(180) == 5
     first.kill()
     first.wait()
-    assert command(folder, SWEEPS_FAKE_PAUSE_S="0").wait(60) == 0
+    assert command(folder, SWEEPS_FAKE_PAUSE_S="0").wait(180) == 0
