@@ -112,7 +112,7 @@ class Conversation:
             which = which.name  # of a sibling branch: our own of that name
         if isinstance(which, str) and which in names:
             return self.participants[names.index(which)]
-        if isinstance(which, int) and -len(names) <= which < len(names):
+        if isinstance(which, int) and not isinstance(which, bool) and -len(names) <= which < len(names):
             return self.participants[which]
         raise ValueError(
             f"no participant {which!r}; there are: {', '.join(names)}, or their indices 0 to {len(names) - 1}"

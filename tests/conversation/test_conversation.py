@@ -71,7 +71,7 @@ def test_speakers_are_named_in_every_way():
     alice, bob = conversation.participants
     assert conversation.participant(-1) is conversation.participant("bob") is conversation.participant(bob) is bob
     assert conversation.participant(0) is alice and conversation.branch().participant(alice) is not alice
-    for wrong in ("carol", 2, -3):
+    for wrong in ("carol", 2, -3, True):
         with pytest.raises(ValueError, match="alice, bob"):
             conversation.participant(wrong)
 
