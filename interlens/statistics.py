@@ -15,6 +15,8 @@ import numpy as np
 
 CHUNK_VALUES = 1 << 18
 """Values converted to float64 at a time: two megabytes, so that a chunk stays in cache between its passes."""
+CHUNKS = 16
+"""Chunks whose plain sums are taken together before they enter the pairwise update."""
 CANCELLED = 64.0
 """A sum of squares about zero is redone about the mean where it is more than this many times larger."""
 
@@ -196,45 +198,56 @@ class GroupedMoments:
     def update(self, values: Any, groups: np.ndarray, weights: np.ndarray | None = None) -> None:
         """Add row i of `values` [N, D] to group `groups[i]` (-1: to none), `weights[i]` times."""
         step = max(CHUNK_VALUES // max(values.shape[1], 1), 1)
-        for start in range(0, values.shape[0], step):
-            part = slice(start, start + step)
-            of = groups[part]
-            wanted = of >= 0
-            if 2 * wanted.sum() < len(of):
-                at = np.flatnonzero(wanted)
-                if len(at):
-                    self._add(values[part][at], of[at], None if weights is None else weights[part][at])
-            else:
-                self._add(values[part], of, None if weights is None else weights[part])
+        for start in range(0, values.shape[0], CHUNKS * step):
+            part = slice(start, start + CHUNKS * step)
+            of = np.array(groups[part])
+            self._add(values[part], of, np.ones(len(of)) if weights is None else weights[part], step)
 
-    def _add(self, values: Any, of: np.ndarray, weights: np.ndarray | None) -> None:
-        chunk = _scratch.float64(values)
-        times = np.zeros((len(self.count), len(of)))
-        at = np.flatnonzero(of >= 0)
-        times[of[at], at] = 1 if weights is None else weights[at]
-        with np.errstate(invalid="ignore"):
-            totals = times @ chunk
-        if not np.isfinite(totals).all():  # also where a row of no group is not finite
-            good = np.asarray(np.isfinite(chunk).all(axis=1))
-            bad = at[np.flatnonzero(~good[at])]
-            self.non_finite += np.bincount(of[bad], minlength=len(self.count))
-            chunk[~good], times[:, ~good] = 0, 0
-            totals = times @ chunk
-        counts = times.sum(axis=1)
-        present = np.flatnonzero(counts)
-        mean = totals[present] / counts[present, None]
-        about_zero = totals[present] * mean
-        squares = times[present] @ np.square(chunk, out=_squared.shaped(chunk.shape))
-        m2 = squares - about_zero
-        for row, lost in zip(*np.nonzero(about_zero > CANCELLED * m2), strict=True):
-            centred = chunk[:, lost] - mean[row, lost]
-            m2[row, lost] = times[present[row]] @ (centred * centred)
-        total = self.count[present] + counts[present]
-        delta = mean - self.mean[present]
-        share = (counts[present] / total)[:, None]
-        self.m2[present] += m2 + delta * delta * share * self.count[present, None]
-        self.mean[present] += delta * share
-        self.count[present] = total
+    def _add(self, values: Any, of: np.ndarray, weights: np.ndarray, step: int) -> None:
+        """Sums and sums of squares of some chunks, then one pairwise update. `of` is changed: -1 for what is left out."""
+        totals, squares = np.zeros_like(self.mean), np.zeros_like(self.m2)
+        numbers = np.arange(len(totals))[:, None]
+        for start in range(0, len(of), step):
+            at = np.arange(start, min(start + step, len(of)))
+            rows, members = values[start : start + step], of[at]
+            wanted = np.flatnonzero(members >= 0)
+            if 2 * len(wanted) < len(members):
+                at, rows, members = at[wanted], rows[wanted], members[wanted]
+            chunk = _scratch.float64(rows)
+            times = np.where(members == numbers, weights[at], 0.0)
+            with np.errstate(invalid="ignore"):
+                found = times @ chunk
+            if not np.isfinite(found).all():  # also where a row of no group is not finite
+                bad = np.flatnonzero(~np.isfinite(chunk).all(axis=1))
+                self.non_finite += np.bincount(members[bad][members[bad] >= 0], minlength=len(totals))
+                of[at[bad]] = -1
+                chunk[bad], times[:, bad] = 0, 0
+                found = times @ chunk
+            totals += found
+            squares += times @ np.square(chunk, out=_squared.shaped(chunk.shape))
+        self._combine(values, of, weights, totals, squares, step)
+
+    def _combine(
+        self, values: Any, of: np.ndarray, weights: np.ndarray, totals: np.ndarray, squares: np.ndarray, step: int
+    ) -> None:
+        counts = np.bincount(of[of >= 0], weights[of >= 0], minlength=len(totals))
+        for group in np.flatnonzero(counts):
+            mean = totals[group] / counts[group]
+            about_zero = totals[group] * mean
+            m2 = squares[group] - about_zero
+            lost = np.flatnonzero(about_zero > CANCELLED * m2)
+            if len(lost):
+                m2[lost] = 0
+                mine = np.flatnonzero(of == group)
+                for start in range(0, len(mine), step):
+                    some = mine[start : start + step]
+                    centred = as_float64(values[some][:, lost]) - mean[lost]
+                    m2[lost] += weights[some] @ (centred * centred)
+            total = self.count[group] + counts[group]
+            delta = mean - self.mean[group]
+            self.m2[group] += m2 + delta * delta * (self.count[group] * counts[group] / total)
+            self.mean[group] += delta * (counts[group] / total)
+            self.count[group] = total
 
 
 @dataclass(frozen=True, kw_only=True)
