@@ -258,6 +258,19 @@ def test_sigterm_stops_a_driver_that_is_connected_to_ray(sweep, cluster):
     assert any(commit.children for commit in store.list_commits(sweep.folder))
 
 
+@pytest.mark.slow
+def test_a_driver_killed_on_ray_leaves_nothing_that_a_second_one_does_twice(sweep, cluster):
+    """Its replicas may go on for a while, and commit."""
+    command = [sys.executable, "-c", SIGNALLED, str(sweep.folder), cluster.address]
+    first = subprocess.Popen(command, env={**os.environ, "SWEEPS_FAKE_PAUSE_S": "0.3"})
+    sweep.wait_for("dispatched", 2)
+    first.kill()
+    first.wait()
+    assert subprocess.run(command, env={**os.environ, "SWEEPS_FAKE_PAUSE_S": "0.01"}, check=False).returncode == 0
+    held, failed = sweep.settled()
+    assert len(held) == 40 and not failed
+
+
 TERMINATED = """
 import os, signal, sys, threading
 from sweeps import driver
