@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+import interlens
 from interlens import (
     AutoModelParticipant,
     CaptureSpec,
@@ -21,6 +22,7 @@ from interlens import (
 from interlens.errors import UnknownSite
 from tests.tiny import tiny
 
+from .test_tools import add
 from .tokenizers import family
 
 
@@ -223,3 +225,33 @@ def test_base_and_adapter_share_weights_and_do_not_leak(model, tmp_path):
     assert mixed[1].content != plain[1].content and talk(None, None) == plain
     (name,) = model.peft_config
     assert talk(name, None) == mixed
+
+
+def test_captures_and_steering_over_tool_turns_are_those_of_a_conversation_alone(conversation, monkeypatch):
+    """A tiny model calls tools by chance here: every second text is read as a call."""
+    from interlens import tools
+
+    def parse(text):
+        return ("", [tools.Call(name="add", arguments={"a": len(text)})]) if len(text) % 2 else (text, [])
+
+    monkeypatch.setattr(
+        tools, "FAMILIES", [tools.Family(name="odd", signs=("<|im_start|>",), parse=parse), *tools.FAMILIES]
+    )
+    alice = conversation.participant("alice")
+    alice.tools, alice.max_tool_iters = tools.as_tools([add]), 2
+    alice.steering = SteeringSpec(torch.ones(32), layers=1, coef=2.0, tokens=Select.generated())
+    specs = [CaptureSpec(layers=(1,)), CaptureSpec(layers=(0,), tokens=Select.message(0))]
+    report = conversation.rollout(6, seed=2, turns=3, capture=specs)
+    assert not report.failed
+    calls = [len(m.metadata.get("tool_trail", ())) for t in report.transcripts() for m in t if m.author == "alice"]
+    assert 0 in calls and max(calls) == 2
+    for i, result in enumerate(report):
+        alone = conversation.branch()
+        alone.seed, alone.key = 2, i
+        single = interlens.run([alone], turns=3, capture=specs).results[0]
+        assert alone.transcript == result.transcript
+        same_records(list(single.cache), list(result.cache))
+        assert [(r.message_idx, r.layer) for r in result.cache] == [(i, n) for i in (1, 2, 3) for n in (1, 0)]
+        for record in result.cache.query(layer=1):  # of the last generation, results of tools in its prompt
+            fed = alone.transcript[record.message_idx].fed
+            assert record.tokens == (*fed.prompt, *fed.generated) and len(record.tensor) == len(record.tokens)
