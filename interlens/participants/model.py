@@ -156,7 +156,8 @@ class ModelParticipant(Participant):
 
     # -- a turn -----------------------------------------------------------------------------------------------------
     def turn(self, view: Any, request: TurnRequest) -> Steps:
-        from ..tools import ToolRegistry, entry, family_of
+        from ..calls import family_of
+        from ..tools import ToolRegistry, entry
 
         registry, trail, spent = ToolRegistry(view.tools), [], 0
         family = family_of(self.template.source, self.template.takes_tools) if view.tools else None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..tools import Call
+from ..calls import Call
 
 YOU_FIRST = "(You speak first.)"
 GO_ON = "(Go on.)"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ..message import Fed, Message, clean
 
 if TYPE_CHECKING:
+    from ..calls import Call
     from ..conversation import Conversation
     from ..participants.base import Participant
-    from ..tools import Call
 
 
 @dataclass(frozen=True, kw_only=True)

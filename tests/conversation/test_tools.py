@@ -5,10 +5,8 @@ import json
 import pytest
 
 from interlens import Conversation, MessagingPolicy, ToolRegistry
-from interlens.policies import approve, deny
-from interlens.tools import (
+from interlens.calls import (
     Call,
-    Tool,
     family_of,
     parse_gemma,
     parse_harmony,
@@ -17,6 +15,8 @@ from interlens.tools import (
     parse_mistral,
     parse_pythonic,
 )
+from interlens.policies import approve, deny
+from interlens.tools import Tool
 from interlens.views import template_of
 
 from .scripted import speaker

@@ -229,13 +229,13 @@ def test_base_and_adapter_share_weights_and_do_not_leak(model, tmp_path):
 
 def test_captures_and_steering_over_tool_turns_are_those_of_a_conversation_alone(conversation, monkeypatch):
     """A tiny model calls tools by chance here: every second text is read as a call."""
-    from interlens import tools
+    from interlens import calls, tools
 
     def parse(text):
-        return ("", [tools.Call(name="add", arguments={"a": len(text)})]) if len(text) % 2 else (text, [])
+        return ("", [calls.Call(name="add", arguments={"a": len(text)})]) if len(text) % 2 else (text, [])
 
     monkeypatch.setattr(
-        tools, "FAMILIES", [tools.Family(name="odd", signs=("<|im_start|>",), parse=parse), *tools.FAMILIES]
+        calls, "FAMILIES", [calls.Family(name="odd", signs=("<|im_start|>",), parse=parse), *calls.FAMILIES]
     )
     alice = conversation.participant("alice")
     alice.tools, alice.max_tool_iters = tools.as_tools([add]), 2
@@ -243,8 +243,8 @@ def test_captures_and_steering_over_tool_turns_are_those_of_a_conversation_alone
     specs = [CaptureSpec(layers=(1,)), CaptureSpec(layers=(0,), tokens=Select.message(0))]
     report = conversation.rollout(6, seed=2, turns=3, capture=specs)
     assert not report.failed
-    calls = [len(m.metadata.get("tool_trail", ())) for t in report.transcripts() for m in t if m.author == "alice"]
-    assert 0 in calls and max(calls) == 2
+    rounds = [len(m.metadata.get("tool_trail", ())) for t in report.transcripts() for m in t if m.author == "alice"]
+    assert 0 in rounds and max(rounds) == 2
     for i, result in enumerate(report):
         alone = conversation.branch()
         alone.seed, alone.key = 2, i
