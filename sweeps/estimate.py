@@ -310,7 +310,7 @@ def describe(config: SweepConfig) -> str:
     return "\n".join([
         f"{config.experiment} -> {config.run.dir}",
         f"{found.cells} cells in {found.units} units: {found.items} items{trunk}, "
-        f"{config.scenario.branch.turns} turns a cell" if not config.scenario.replay else "replayed",
+        + ("replayed" if config.scenario.replay else f"{config.scenario.branch.turns} turns a cell"),
         *axes,
         f"about {found.tokens} tokens to generate, if every reply uses its budget" if not config.scenario.replay
         else f"about {found.tokens} tokens of replies to feed, besides their prompts; none to generate",

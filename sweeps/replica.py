@@ -318,7 +318,8 @@ class UnitRun:
                 conversation.turns_taken += message.author in people
             else:
                 speaker = conversation.participant(message.author)
-                tokens = message.fed.generated if _is_of(message.fed, speaker) else speaker.reply_ids(message.content)
+                given = speaker.reply_ids(message.content) if message.content else ()
+                tokens = message.fed.generated if _is_of(message.fed, speaker) else given
                 records += yield from self._turn(conversation, setting, part, number, message.author, cell, tokens)
                 if self.replica.recorded is not None:
                     replay.check_same(message, conversation.transcript[-1])
