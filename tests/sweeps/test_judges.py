@@ -91,8 +91,7 @@ def test_the_embedded_model_judges_on_the_engine_of_the_participants(tmp_path, s
         assert "says: Good morning to you all!\nIs" in row["greets_prompt"]
         assert "says: alice: Good morning to you all!\n\nbob: " in row["again_prompt"]
         assert row["greets_raw"] and row["greets_parsed"] == float(row["greets"] is not None)
-    greedy = {row["greets_raw"] for row in run.outcomes().to_pylist()}
-    assert len(greedy) == 1 and set(run.about["models"]) == {"smollm2"}, "one model, loaded once"
+    assert set(run.about["models"]) == {"smollm2"}, "one model, loaded once"
 
 
 @pytest.mark.parametrize(
