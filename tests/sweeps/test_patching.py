@@ -222,6 +222,24 @@ def test_units_keep_donors_and_recipients_of_an_item_together(model, tmp_path):
         assert red.donors == blue.donors == (red.id,)
 
 
+@pytest.mark.parametrize("order", [("red", "blue"), ("blue", "red")])
+def test_a_unit_that_is_split_has_donors_before_their_recipients(model, tmp_path, order):
+    from sweeps.ledger import split
+    from sweeps.plan import expand
+
+    run = {"dir": str(tmp_path / "run"), "progress": "none"}
+    unit = next(expand(told(model, grid={"trunk.opening": {colour: TOLD[colour] for colour in order}}, run=run)))
+    units, both = Units(lambda name: unit, lambda name: None), (1 << len(unit.cells)) - 1
+    pairs = {p: cell for p, cell in enumerate(unit.cells) if cell.item == "i0"}
+    donor = next(p for p, cell in pairs.items() if cell.condition["trunk.opening"] == "red")
+    recipient = next(p for p in pairs if p != donor)
+    assert units.donor_positions(unit.id, both)[recipient] == (donor,)
+    bits = 1 << donor | 1 << recipient
+    first, rest = split({p: c.trunk for p, c in pairs.items()}, (), units.donor_positions(unit.id, bits))
+    assert (first.cells, rest.cells) == (1 << donor, 1 << recipient)
+    assert units.needs(unit.id, rest.cells).donors == {unit.id: 1 << donor}, "so that the ledger waits"
+
+
 @pytest.mark.parametrize(("edit", "grid", "message"), [
     ({"from": {"trunk.opening": "green"}}, None, "no value 'green' on axis 'trunk.opening'"),
     ({"from": {"colour": "red"}}, None, "no axis 'colour' in this grid"),
