@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -151,18 +152,23 @@ class PlanFile:
     @property
     def num_items(self) -> int:
         """How many items the cells of all parts are about."""
-        return len({name for part in range(len(self.parts)) for name in self._items(part)[1]})
+        found = [self._items(part)[1] for part in range(len(self.parts))]
+        return len(np.unique(np.concatenate(found))) if found else 0
 
     def cell_ids(self) -> np.ndarray:
         """The ids of all cells in plan order, 10 bytes each: see `packed`."""
-        found = []
+        rows = sum(pq.read_metadata(where, filesystem=fs).num_rows for where, fs in map(arrow, self.parts))
+        found, at = np.empty(rows, "S10"), 0
         for part in range(len(self.parts)):
             for table in self._groups(part, ["cell"]):
                 cells = table["cell"].combine_chunks().drop_null()
                 if len(cells):
                     begin = np.frombuffer(cells.buffers()[1], np.int32)[cells.offset]
-                    found.append(packed(np.frombuffer(cells.buffers()[2], "S20", len(cells), int(begin))))
-        return np.concatenate(found) if found else np.array([], "S10")
+                    found[at : at + len(cells)] = packed(
+                        np.frombuffer(cells.buffers()[2], "S20", len(cells), int(begin))
+                    )
+                    at += len(cells)
+        return found[:at]
 
     def trunk_ids(self) -> set[str]:
         """The ids of all trunks."""
@@ -296,10 +302,14 @@ class PlanFile:
 
     def item(self, part: int, name: str) -> dict[str, Any]:
         """The row of an item."""
-        file, offsets = self._items(part)
+        file, hashes, offsets = self._items(part)
+        first, last = np.searchsorted(hashes, hash(name)), np.searchsorted(hashes, hash(name), "right")
         with file.open("rb") as rows:
-            rows.seek(offsets[name])
-            return json.loads(rows.readline())
+            for offset in offsets[first:last]:
+                rows.seek(int(offset))
+                if (row := json.loads(rows.readline()))["id"] == name:
+                    return row
+        raise KeyError(f"part {part} of the plan has no item {name!r}")
 
     @functools.cached_property
     def _index(self) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -341,13 +351,18 @@ class PlanFile:
         return table.slice(first - groups[0] * ROWS, last - first)
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 (one plan per run)
-    def _items(self, part: int) -> tuple[Path | Remote, dict[str, int]]:
-        file, offsets, at = self.root / f"inputs/items-{part}.jsonl", {}, 0
+    def _items(self, part: int) -> tuple[Path | Remote, np.ndarray, np.ndarray]:
+        """The file of a part's items; of each the hash of its id, sorted, and where its row begins: 16 bytes an item."""
+        file, at = self.root / f"inputs/items-{part}.jsonl", 0
+        hashes, offsets = array("q"), array("q")
         with file.open("rb") as rows:
             for line in rows:
-                offsets[json.loads(line)["id"]] = at
+                hashes.append(hash(json.loads(line)["id"]))
+                offsets.append(at)
                 at += len(line)
-        return file, offsets
+        found = np.frombuffer(hashes, np.int64) if hashes else np.array([], np.int64)
+        order = np.argsort(found, kind="stable")
+        return file, found[order], (np.frombuffer(offsets, np.int64) if offsets else found)[order]
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 (one plan per run)
     def _group(self, part: int, group: int) -> pa.Table:
