@@ -364,7 +364,7 @@ class PlanFile:
         order = np.argsort(found, kind="stable")
         return file, found[order], (np.frombuffer(offsets, np.int64) if offsets else found)[order]
 
-    @functools.lru_cache(maxsize=4)  # noqa: B019 (one plan per run)
+    @functools.lru_cache(maxsize=2)  # noqa: B019 (one plan per run; a unit may stand in two)
     def _group(self, part: int, group: int) -> pa.Table:
         where, fs = arrow(self.parts[part])
         return pq.ParquetFile(where, filesystem=fs).read_row_group(group)
