@@ -50,7 +50,7 @@ def write(root: store.Root, part: int, axes: Sequence[AxisConfig], units: Iterab
     patched: cells may have donors.
     """
     columns, kinds = schema(axes, patched), {axis.path: _axis_type(axis) for axis in axes}
-    count, written = 0, set()
+    count, written = 0, {}
     with (
         store.create(root, f"inputs/items-{part}.jsonl") as rows_out,
         store.create(root, f"plan/part-{part}.parquet") as out,
@@ -60,8 +60,10 @@ def write(root: store.Root, part: int, axes: Sequence[AxisConfig], units: Iterab
         for unit in units:
             for item, row in unit.items.items():
                 if (known := hash(item)) not in written:
-                    written.add(known)
+                    written[known] = None
                     rows_out.write(store.dump_json(row) + b"\n")
+            if len(written) > 2 * ROWS:  # items come in order: what was written long ago is not asked for again
+                written = dict.fromkeys(list(written)[ROWS:])
             buffer += _rows(unit, kinds, patched)
             count += len(unit.cells)
             while len(buffer) >= ROWS:  # so that row r stands in row group r // ROWS
