@@ -149,17 +149,18 @@ def write_plan(cells: int, folder: Path) -> dict:
     store.write_new(root, "config-0.yaml", store.dump_yaml(config.to_dict()))
     planned = planfile.write(root, 0, config.grid, expand(config))
     wall_s, plan = time.monotonic() - begun, planfile.PlanFile(root)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     units = sum(1 for _ in plan.infos())
     assert len(plan.cell_ids()) == planned and len(plan.unit("u000000").cells) and units
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"cells": planned, "wall_s": wall_s, "rss": peak, "idle": idle}
+    listed = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"cells": planned, "wall_s": wall_s, "rss": peak, "idle": idle, "listed": listed}
 
 
 def section_plan(args, folder: Path) -> None:
     found = apart("write_plan", args.plan_cells, folder)
     show("planning", f"{found['rss'] / 1e6:.0f} MB, {found['wall_s'] / found['cells'] * 1e6:.1f} us a cell",
-         f"< 500 MB for {found['cells']} cells, planned, written and listed; {found['idle'] / 1e6:.0f} MB are "
-         "Python, torch and Arrow before it begins")  # fmt: skip
+         f"< 500 MB for {found['cells']} cells, planned and written; {found['idle'] / 1e6:.0f} MB are Python, torch and "
+         f"Arrow before it begins; {found['listed'] / 1e6:.0f} MB once a driver has listed every id")  # fmt: skip
 
 
 def one_unit(cells: int, folder: Path):
