@@ -15,33 +15,22 @@ from sweeps import run as reader
 from sweeps.places import Remote, place
 from sweeps.verify import verify
 from tests.sweeps.faulty import FaultyStore
+from tests.sweeps.s3 import serving
 from tests.sweeps.small import build_model, contents, same, settings
 
 
 @pytest.fixture(scope="module")
 def faulty():
     """An S3 server behind a proxy that a test can make fail; its client tries twice and waits half a second."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    proxy = FaultyStore(*server.get_host_and_port())
-    given = {"AWS_ENDPOINT_URL": proxy.url, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
-             "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "2"}  # fmt: skip
-    before = {key: os.environ.get(key) for key in given}
-    os.environ.update(given)
     import s3fs
 
-    s3fs.S3FileSystem.clear_instance_cache()
     patient, s3fs.S3FileSystem.read_timeout = s3fs.S3FileSystem.read_timeout, 0.5
-    s3fs.S3FileSystem().mkdir("runs")
-    yield proxy
-    s3fs.S3FileSystem.read_timeout = patient
-    s3fs.S3FileSystem.clear_instance_cache()
-    proxy.close()
-    server.stop()
-    for key, value in before.items():
-        os.environ.pop(key) if value is None else os.environ.update({key: value})
+    try:
+        with serving(FaultyStore, AWS_MAX_ATTEMPTS="2") as proxy:
+            yield proxy
+            proxy.close()
+    finally:
+        s3fs.S3FileSystem.read_timeout = patient
 
 
 @pytest.fixture(scope="module")

@@ -18,30 +18,15 @@ from sweeps.run import read_trunk
 from sweeps.verify import verify
 from sweeps.writer import UnitWriter
 from tests.sweeps import talk
+from tests.sweeps.s3 import serving
 from tests.sweeps.test_run import answer
 
 
 @pytest.fixture(scope="module")
 def s3():
-    """A real S3 server of this process; its bucket's URL."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    given = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
-             "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
-    before = {key: os.environ.get(key) for key in given}
-    os.environ.update(given)
-    import s3fs
-
-    s3fs.S3FileSystem.clear_instance_cache()
-    s3fs.S3FileSystem().mkdir("runs")
-    yield "s3://runs"
-    server.stop()
-    s3fs.S3FileSystem.clear_instance_cache()
-    for key, value in before.items():
-        os.environ.pop(key) if value is None else os.environ.update({key: value})
+    """The URL of a bucket of a real S3 server."""
+    with serving():
+        yield "s3://runs"
 
 
 @pytest.fixture(params=["disk", "s3"])
