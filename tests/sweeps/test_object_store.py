@@ -75,9 +75,9 @@ def command(model, url, **env):
 
 @pytest.mark.slow
 def test_a_killed_driver_is_continued_there_by_the_same_command(model, url, undisturbed):
-    assert command(model, url, SWEEPS_FAILPOINTS="writer.before_commit=kill@2") == -9
+    assert command(model, url, SWEEPS_FAILPOINTS="writer.committed=kill") == -9
     first = {commit.unit: commit for commit in store.list_commits(url)}
-    assert len(first) == 1
+    assert 1 <= len(first) < 4, "two units are written side by side: the other one may be in before the kill"
     assert driver.run(small(model, unit_cells=2), url) == 0
     after = {commit.unit: commit for commit in store.list_commits(url)}
     assert first == {unit: after[unit] for unit in first}, "what was committed stands"

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sweeps import driver, store
 from sweeps import run as reader
@@ -14,6 +21,7 @@ from sweeps.planfile import PlanFile
 from sweeps.units import Units
 from sweeps.verify import verify
 from tests.sweeps.small import Switch, build_model
+from tests.tiny import tiny
 
 TOLD = {"red": "The {thing} is red.", "blue": "The {thing} is blue."}
 LOGITS = {"participants": ["bob"], "sites": ["logits"], "tokens": "positions(-1)", "special": "keep"}
@@ -209,6 +217,76 @@ def test_an_extended_grid_takes_donors_of_earlier_units(model, plain, tmp_path):
     assert units.needs("u000001", 0b01) == Needs(
         trunks=(plan.unit("u000001").cells[0].trunk,), donors={"u000000": 0b01}
     )
+
+
+def test_a_patch_mixes_with_axes_of_models_adapters_and_steering(model, tmp_path):
+    """Each point of the grid patches from its own model's donor, under its own adapter and steering."""
+    other, tuned = another(model, tmp_path / "other"), adapter(model, tmp_path / "tuned")
+    bob = "scenario.participants.bob"
+    axes = {f"{bob}.model": ["tiny", "other"], f"{bob}.adapter": {"base": None, "tuned": str(tuned)},
+            "intervention.0.coef": [0.0, 3.0]}  # fmt: skip
+    models = {name: {"source": str(at), "dtype": "float32"} for name, at in (("tiny", model), ("other", other))}
+    steer = {"participants": ["bob"], "direction": "random:1", "layers": [1], "coef": 0.0, "tokens": "all"}
+    without = said(ran(told(model, models=models, grid=axes, intervention=[steer]), tmp_path / "plain"))
+    patches = [steer, {**PATCH, "layers": -1}]
+    patched = said(ran(told(model, models=models, grid=axes, intervention=patches), tmp_path / "run"))
+    assert len(patched) == len(without) == 32
+    reds = []
+    for (item, colour, *point), (tokens, logits) in patched.items():
+        donor = without[item, "red", *point]
+        np.testing.assert_allclose(logits, donor[1], atol=1e-5)
+        assert tokens[0] == donor[0][0]
+        reds += [logits] if (item, colour) == ("i0", "red") else []
+    assert len(reds) == 8
+    apart = min(np.abs(a - b).max() for n, a in enumerate(reds) for b in reds[:n])
+    assert apart > 1e-3, "or a donor of another point would not be seen"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nth", [2, 4, 9])
+def test_a_process_killed_between_donor_and_recipient_is_continued_to_the_same(model, tmp_path, nth):
+    """SIGKILL while donors or recipients are being fed, then the same command: as if nothing had happened."""
+    steps = {"intervention.layers": {"0": 0, "1": 1}}
+    whole = said(ran(told(model, grid=steps, plan={"unit_cells": 1}), tmp_path / "whole"))
+    command = [sys.executable, "-c", COMMAND, str(model), str(tmp_path / "run")]
+    killed = {**os.environ, "PYTHONPATH": os.getcwd(), "SWEEPS_FAILPOINTS": f"replica.in_forward=kill@{nth}"}
+    assert subprocess.run(command, env=killed, check=False).returncode == -9
+    before = {commit.unit for commit in store.list_commits(tmp_path / "run")}
+    found = said(ran(told(model, grid=steps, plan={"unit_cells": 1}), tmp_path / "run"))
+    assert before <= {commit.unit for commit in store.list_commits(tmp_path / "run")}
+    assert found.keys() == whole.keys()
+    for key, value in whole.items():
+        close(value, found[key])
+
+
+COMMAND = """
+import sys
+from sweeps import driver
+from tests.sweeps.test_patching import told
+steps = {"intervention.layers": {"0": 0, "1": 1}}
+sys.exit(driver.run(told(sys.argv[1], grid=steps, plan={"unit_cells": 1}), sys.argv[2]))
+"""
+
+
+def another(model, folder):
+    """A model of the same shape with other weights."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tiny("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, seed=5).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def adapter(model, folder):
+    """A LoRA adapter that changes what the model says."""
+    torch.manual_seed(0)
+    tuned = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model), LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    )
+    for name, weight in tuned.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.5)
+    tuned.save_pretrained(folder)
+    return folder
 
 
 def test_units_keep_donors_and_recipients_of_an_item_together(model, tmp_path):
