@@ -1,6 +1,6 @@
 """How fast aggregates stream over stored vectors, against reading the same bytes; memory does not grow with rows.
 
-    python benchmarks/aggregates.py [--cells 8000]
+    python benchmarks/aggregates.py [--cells 24000]
 
 Writes a run folder with the package's own writer (no model), then, in this one process and in CPU time:
   read        the activation files read into memory, file by file (`numpy.fromfile`)
@@ -31,13 +31,13 @@ from sweeps.config import AggregateConfig
 from sweeps.plan import expand
 from sweeps.writer import UnitWriter
 
-WIDTH, TOKENS, LAYERS = 576, 24, (8, 12, 16, 20)
+WIDTH, TOKENS, LAYERS, REPEATS = 576, 24, (8, 12, 16, 20), 5
 CONTRAST = "framing == 'warm' vs framing == 'cold'"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", type=int, default=8000)
+    parser.add_argument("--cells", type=int, default=24_000)
     with tempfile.TemporaryDirectory() as folder_name:
         run = written(Path(folder_name), parser.parse_args().cells)
         memory(run)
@@ -104,12 +104,14 @@ SUMS = {
 def streaming(run: sweeps.run.Run) -> None:
     print(f"{'':34}{'CPU s':>8}{'GB/s':>8}{'of read':>9}")
     size = sum(Path(path).stat().st_size for path in run.files("activations"))
-    read = min(timed(lambda: [np.fromfile(path, np.uint8) for path in run.files("activations")])[0] for _ in range(3))
+    read = min(
+        timed(lambda: [np.fromfile(path, np.uint8) for path in run.files("activations")])[0] for _ in range(REPEATS)
+    )
     print(f"{'read the same bytes':34}{read:8.2f}{size / read / 1e9:8.2f}")
     pooled = size * len(LAYERS) / (TOKENS + len(LAYERS))
     for name, aggregate in SUMS.items():
         used = pooled if name.endswith("pooled") else size - pooled
-        seconds = min(timed(lambda a=aggregate: recompute(run, a))[0] for _ in range(3))
+        seconds = min(timed(lambda a=aggregate: recompute(run, a))[0] for _ in range(REPEATS))
         speed = used / seconds / 1e9
         print(f"{name:34}{seconds:8.2f}{speed:8.2f}{speed / (size / read / 1e9):8.0%}")
 

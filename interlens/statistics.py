@@ -47,13 +47,16 @@ class _Scratch(threading.local):
         if hasattr(values, "detach"):
             import torch
 
-            torch.from_numpy(copy).copy_(values.detach())
+            if values.is_cpu and values.dtype in (torch.float32, torch.float64):
+                np.copyto(copy, values.detach().numpy())  # a little faster
+            else:
+                torch.from_numpy(copy).copy_(values.detach())
         else:
             np.copyto(copy, values)
         return copy
 
 
-_scratch, _squared = _Scratch(), _Scratch()
+_scratch = _Scratch()
 
 
 class Moments:
@@ -206,25 +209,28 @@ class GroupedMoments:
     def _add(self, values: Any, of: np.ndarray, weights: np.ndarray, step: int) -> None:
         """Sums and sums of squares of some chunks, then one pairwise update. `of` is changed: -1 for what is left out."""
         totals, squares = np.zeros_like(self.mean), np.zeros_like(self.m2)
-        numbers = np.arange(len(totals))[:, None]
-        for start in range(0, len(of), step):
-            at = np.arange(start, min(start + step, len(of)))
-            rows, members = values[start : start + step], of[at]
-            wanted = np.flatnonzero(members >= 0)
-            if 2 * len(wanted) < len(members):
-                at, rows, members = at[wanted], rows[wanted], members[wanted]
-            chunk = _scratch.float64(rows)
-            times = np.where(members == numbers, weights[at], 0.0)
-            with np.errstate(invalid="ignore"):
+        counted = np.where(of == np.arange(len(totals))[:, None], weights, 0.0)
+        all_wanted = bool((of >= 0).all())
+        with np.errstate(invalid="ignore"):
+            for start in range(0, len(of), step):
+                part = slice(start, start + step)
+                rows, times = values[part], counted[:, part]
+                wanted = np.flatnonzero(of[part] >= 0) if not all_wanted else None
+                if wanted is not None and 2 * len(wanted) < len(rows):
+                    rows, times = rows[wanted], times[:, wanted]
+                else:
+                    wanted = None
+                chunk = _scratch.float64(rows)
                 found = times @ chunk
-            if not np.isfinite(found).all():  # also where a row of no group is not finite
-                bad = np.flatnonzero(~np.isfinite(chunk).all(axis=1))
-                self.non_finite += np.bincount(members[bad][members[bad] >= 0], minlength=len(totals))
-                of[at[bad]] = -1
-                chunk[bad], times[:, bad] = 0, 0
-                found = times @ chunk
-            totals += found
-            squares += times @ np.square(chunk, out=_squared.shaped(chunk.shape))
+                if not np.isfinite(found).all():  # also where a row of no group is not finite
+                    bad = np.flatnonzero(~np.isfinite(chunk).all(axis=1))
+                    at = start + (bad if wanted is None else wanted[bad])
+                    self.non_finite += np.bincount(of[at][of[at] >= 0], minlength=len(totals))
+                    of[at] = -1
+                    chunk[bad], times[:, bad] = 0, 0
+                    found = times @ chunk
+                totals += found
+                squares += times @ np.square(chunk, out=chunk)
         self._combine(values, of, weights, totals, squares, step)
 
     def _combine(

@@ -180,7 +180,8 @@ class UnitWriter:
 
     def _write_table(self, table: str, path: str, found: list[dict[str, Any]], schema: pa.Schema) -> None:
         sink = pa.BufferOutputStream()
-        pq.write_table(pa.Table.from_pylist(found, schema=schema), sink, compression="zstd")
+        layout = tables.RECORDS_LAYOUT if table == "records" else {"compression": "zstd"}
+        pq.write_table(pa.Table.from_pylist(found, schema=schema), sink, **layout)
         self._write_bytes(table, path, [memoryview(sink.getvalue())], len(found))
 
     def _write_bytes(self, table: str, path: str, pieces: Iterable[Any], num_rows: int) -> None:

@@ -234,7 +234,9 @@ def grouped(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     codes, size = np.zeros(table.num_rows, dtype=np.int64), 1
     for column in table.columns:
         own, count = _codes(column)
-        codes, size = codes * count + own, size * count
+        codes *= count
+        codes += own
+        size *= count
         if size > 4 * len(codes) + 1024:
             _, codes = np.unique(codes, return_inverse=True)
             size = int(codes.max(initial=0)) + 1
@@ -252,4 +254,5 @@ def _codes(column: Any) -> tuple[np.ndarray, int]:
     if not pa.types.is_dictionary(column.type):
         column = column.dictionary_encode()
     count = len(column.dictionary)
-    return pc.fill_null(column.indices, count).to_numpy(), count + 1
+    indices = pc.fill_null(column.indices, count) if column.null_count else column.indices
+    return indices.to_numpy(), count + 1

@@ -8,7 +8,7 @@ Intervals are by bootstrap over items. `by` makes a table for each value of othe
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +41,7 @@ class OutcomeTable:
             check_known(self.where.names, axes, self.where.source)
 
     def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Means with intervals, per measure and value of `by`, in the order of the axes."""
+        """Means with intervals, per measure and value of `by` (that of most cells first), in the order of the axes."""
         axes = axes_of(run)
         if self.rows is None and not axes:
             return {"kind": "outcome_table", "rows": None, "columns": None, "tables": []}
@@ -65,7 +65,10 @@ class OutcomeTable:
                 if keep and value is not None:
                     levels = key if column is not None else (key[0], None, *key[1:])
                     values[measure, *levels].append((item, float(value)))
-        groups = sorted({(key[0], *key[3:]) for key in values}, key=lambda g: (measures.index(g[0]), *map(str, g[1:])))
+        sizes = Counter[tuple]()
+        for key, of in values.items():
+            sizes[key[0], *key[3:]] += len(of)
+        groups = sorted(sizes, key=lambda g: (measures.index(g[0]), -sizes[g], *map(str, g[1:])))
         return {
             "kind": "outcome_table", "rows": row, "columns": column, "where": self.where and self.where.source,
             "row_levels": self._levels(run, axes, row, [key[1] for key in values]),

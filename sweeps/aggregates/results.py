@@ -94,7 +94,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_results(root: store.Root) -> dict[str, dict[str, Any]]:
-    """Name -> result of every aggregate a run folder holds: directions first, then in order of name."""
+    """Name -> result of every aggregate a run folder holds: directions first, `control...` last, by name between."""
     files = (place(root) / "aggregates").glob("*.json")
-    files = sorted(files, key=lambda path: (path.stem != "directions", path.stem))
+    files = sorted(files, key=lambda path: (path.stem != "directions", path.stem.startswith("control"), path.stem))
     return {path.stem: json.loads(path.read_text()) for path in files}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -53,9 +53,11 @@ class MomentsSum:
         found[key].update(rows, weights)
 
     def merge(self, a: State, b: State) -> State:
-        merged = dict(a)
-        for key, moments in moments_of(b).items():
-            put(merged, key, moments)
+        merged = {**b, **a}
+        for name in b:
+            key, _, part = name.rpartition(":")
+            if part == "count" and name in a:
+                put(merged, key, cast(Moments, read(b, key)))
         return merged
 
     def covariance_of(self, key: str) -> bool:
@@ -110,13 +112,16 @@ class RecordSum(MomentsSum):
         keys = [
             self.key_of(row) if self.source.takes(row) else None for row in named.take(pa.array(firsts)).to_pylist()
         ]
-        tensors, where = grouped(index.select(["file", "key"]))
+        stored = index.select(["file", "key"])
+        tensors, where = grouped(stored)
         starts, stops = self.source.spans(index)
         pooled = index["num_pooled"].to_numpy() if "num_pooled" in index.column_names else None
+        some = np.array([key is not None for key in keys])[codes] & (stops > starts)
         found: dict[str, Moments] = {}
-        for number, stored in enumerate(index.take(pa.array(where)).select(["file", "key"]).to_pylist()):
-            at = np.flatnonzero((tensors == number) & (stops > starts))
-            names = list(dict.fromkeys(name for code in np.unique(codes[at]) if (name := keys[code]) is not None))
+        for number, stored in enumerate(stored.take(pa.array(where)).to_pylist()):
+            at = np.flatnonzero(some & (tensors == number))
+            met = np.flatnonzero(np.bincount(codes[at], minlength=len(keys)))
+            names = list(dict.fromkeys(name for code in met if (name := keys[code]) is not None))
             if names:
                 numbers = np.array([names.index(name) if name in names else -1 for name in keys])[codes[at]]
                 rows = _Rows(

@@ -7,6 +7,7 @@ from typing import Any
 from ..aggregates.results import read_results
 from ..analyzers import UNITS
 from .markup import interval, number
+from .results import table_title
 
 LINES = 10
 
@@ -201,6 +202,35 @@ def _routing(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def _outcome_table(result: dict[str, Any]) -> list[str]:
+    """Of the first measure, of the values of `by` with most cells: its largest mean in each column, and in which row."""
+    found = next((found for found in result["tables"] if found["cells"]), None)
+    if found is None:
+        return []
+    largest: dict[Any, dict[str, Any]] = {}
+    for cell in sorted(found["cells"], key=lambda cell: result["row_levels"].index(cell["row"])):
+        held = largest.get(cell["column"])
+        if held is None or cell["mean"]["value"] > held["mean"]["value"]:
+            largest[cell["column"]] = cell
+    told = f"{result['name']}: {table_title(found)}"
+    ranked = sorted(largest.values(), key=lambda cell: -cell["mean"]["value"])
+    top = [cell for cell in ranked[:3] if cell["mean"]["value"] > min(c["mean"]["value"] for c in found["cells"])]
+    if not top:
+        return [f"{told}, is {number(ranked[0]['mean']['value'])} everywhere."]
+    rows, columns = (str(result[side]).rsplit(".", 1)[-1] for side in ("rows", "columns"))
+    where = [
+        f"{interval(cell['mean'], 2)} at {rows} {number(cell['row'])}"
+        + (f", {columns} {number(cell['column'])}" if result["columns"] is not None else "")
+        for cell in top
+    ]
+    rest = (
+        f"; for other {columns} at most {number(ranked[len(top)]['mean']['value'], 2)}"
+        if len(ranked) > len(top)
+        else ""
+    )
+    return [f"{told}, is largest with {'; '.join(where)}{rest}."]
+
+
 KINDS = {"lda": "LDA", "logistic": "Logistic regression"}
 SAID = {
     "difference_of_means": _directions,
@@ -210,4 +240,5 @@ SAID = {
     "probe_eval": _probe_eval,
     "logprob_summary": _logprobs,
     "routing_stats": _routing,
+    "outcome_table": _outcome_table,
 }

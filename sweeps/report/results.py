@@ -197,10 +197,10 @@ def similarity(result: Result) -> Markup:
     return join(parts) if parts else tag("p", "No directions to compare.", class_="quiet")
 
 
-def _shaded(value: float) -> Markup:
-    """A cosine on a colour that fades to nothing at 0."""
-    side = "up" if value > 0 else "down"
-    return tag("span", number(value, 2), class_=f"cos {side} c{min(round(abs(value) * 5), 5)}")
+def _shaded(value: float, most: float = 1.0, text: str | None = None) -> Markup:
+    """A value on a colour that fades to nothing at 0; `most` is on the deepest."""
+    side, step = "up" if value > 0 else "down", min(round(abs(value) / (most or 1.0) * 5), 5)
+    return tag("span", number(value, 2) if text is None else text, class_=f"cos {side} c{step}")
 
 
 def _by(entries: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -212,34 +212,39 @@ def _values(entry: Mapping[str, Any]) -> list[str]:
 
 
 def outcome_table(result: Result) -> Markup:
-    """Per measure and value of `by`: means, rows against columns, darker where larger."""
+    """Per measure and value of `by`: means, rows against columns, on a colour that deepens from 0 to the largest."""
     parts: list[Any] = []
     if result.get("where"):
         parts.append(tag("p", "Cells where ", tag("code", result["where"]), "."))
     for found in result["tables"]:
+        parts.append(tag("h3", table_title(found)))
+        counts = sorted({cell["count"] for cell in found["cells"]})
+        shown = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0] if counts else 0)
+        same = {(mean["value"], mean["low"], mean["high"]) for mean in (cell["mean"] for cell in found["cells"])}
+        if len(same) == 1:
+            everywhere = f"{interval(found['cells'][0]['mean'], 2)} everywhere, over {shown} cells each."
+            parts.append(tag("p", everywhere, class_="quiet"))
+            continue
         at = {(cell["row"], cell["column"]): cell for cell in found["cells"]}
-        by = ", ".join(f"{name} {value}" for name, value in found["by"].items())
-        means = [cell["mean"]["value"] for cell in found["cells"]]
-        low, high = min(means, default=0.0), max(means, default=0.0)
-        parts.append(tag("h3", found["measure"], f", {by}" if by else ""))
+        most = max(abs(cell["mean"]["value"]) for cell in found["cells"])
         rows = [
-            [number(row), *[_mean_cell(at.get((row, column)), low, high) for column in result["column_levels"]]]
+            [number(row), *[_mean_cell(at.get((row, column)), most) for column in result["column_levels"]]]
             for row in result["row_levels"]
         ]
-        counts = sorted({cell["count"] for cell in found["cells"]})
         parts.append(table([result["rows"], *map(str, result["column_levels"])], rows))
-        shown = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0] if counts else 0)
         parts.append(tag("p", f"Means over {shown} cells; 95 % intervals by bootstrap over items.", class_="quiet"))
     return join(parts)
 
 
-def _mean_cell(cell: Mapping[str, Any] | None, low: float, high: float) -> Any:
-    if cell is None:
-        return "–"
-    share = 0.0 if high == low else (cell["mean"]["value"] - low) / (high - low)
-    bar = tag("svg", tag("rect", width=f"{40 * share:.1f}", height=8, fill="currentColor", opacity="0.45"),
-              width=40, height=8, role="img", aria_hidden="true")  # fmt: skip
-    return join([interval(cell["mean"], 2), " ", bar])
+def table_title(found: Mapping[str, Any]) -> str:
+    """The measure, and what this table is kept apart by."""
+    return ", ".join(
+        [found["measure"], *(f"{name.removeprefix('item.')} {value}" for name, value in found["by"].items())]
+    )
+
+
+def _mean_cell(cell: Mapping[str, Any] | None, most: float) -> Any:
+    return "–" if cell is None else _shaded(cell["mean"]["value"], most, interval(cell["mean"], 2))
 
 
 SECTIONS = {

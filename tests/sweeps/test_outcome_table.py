@@ -5,6 +5,8 @@ import pytest
 
 from sweeps.aggregates import build
 from sweeps.config import AggregateConfig
+from sweeps.report.findings import SAID
+from sweeps.report.markup import interval
 from sweeps.report.results import SECTIONS
 from tests.sweeps.stored import StoredRun, results
 
@@ -31,7 +33,15 @@ def test_means_are_those_of_plain_counting():
             assert entry["count"] == len(plain) == 3 and np.isclose(entry["mean"]["value"], np.mean(plain))
             assert entry["mean"]["low"] <= entry["mean"]["value"] <= entry["mean"]["high"]
     page = SECTIONS["outcome_table"](found)
-    assert "warm" in page and "trunk_seed == 1" in page and page.count("<svg") == 8
+    assert "warm" in page and "trunk_seed == 1" in page and page.count('class="cos') == 8
+    (line,) = SAID["outcome_table"]({"name": "some", **found})
+    best = max(found["tables"][0]["cells"], key=lambda e: e["mean"]["value"])
+    at = f"{interval(best['mean'], 2)} at framing {best['row']}, branch_seed {best['column']}"
+    assert line.startswith(f"some: score, even False, is largest with {at}")
+    constant = [{"row": "warm", "column": 0, "count": 3, "mean": {"value": 0.5, "low": 0.5, "high": 0.5}}] * 2
+    same = {**found, "tables": [{"measure": "score", "by": {}, "cells": constant}]}
+    assert "0.5 (0.5 to 0.5) everywhere, over 3 cells each" in SECTIONS["outcome_table"](same)
+    assert SAID["outcome_table"]({"name": "some", **same}) == ["some: score, is 0.5 everywhere."]
 
 
 def test_one_axis_is_one_column_and_unknown_ones_are_refused():
