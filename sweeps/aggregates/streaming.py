@@ -112,13 +112,13 @@ class RecordSum(MomentsSum):
         keys = [
             self.key_of(row) if self.source.takes(row) else None for row in named.take(pa.array(firsts)).to_pylist()
         ]
-        stored = index.select(["file", "key"])
-        tensors, where = grouped(stored)
+        lies = index.select(["file", "key"])
+        tensors, where = grouped(lies)
         starts, stops = self.source.spans(index)
         pooled = index["num_pooled"].to_numpy() if "num_pooled" in index.column_names else None
         some = np.array([key is not None for key in keys])[codes] & (stops > starts)
         found: dict[str, Moments] = {}
-        for number, stored in enumerate(stored.take(pa.array(where)).to_pylist()):
+        for number, stored in enumerate(lies.take(pa.array(where)).to_pylist()):
             at = np.flatnonzero(some & (tensors == number))
             met = np.flatnonzero(np.bincount(codes[at], minlength=len(keys)))
             names = list(dict.fromkeys(name for code in met if (name := keys[code]) is not None))
