@@ -35,7 +35,10 @@ def compose(overrides: list[str]) -> SweepConfig:
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            composed = hydra.compose("config", overrides=relaxed(overrides), return_hydra_config=True)
+            try:
+                composed = hydra.compose("config", overrides=relaxed(overrides), return_hydra_config=True)
+            except ValueError as error:  # of an override that does not fit what is there
+                raise ConfigError(explain(error)) from None
             return from_composed(composed, composed.hydra)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(explain(error)) from None
@@ -75,6 +78,8 @@ def explain(error: Exception) -> str:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     text = " ".join(str(error).split()).replace("'++", "'")
+    if key := re.fullmatch(r"invalid literal for int\(\) with base 10: '(\w+)'", text):  # OmegaConf below a list
+        return f"{key[1]!r} is set below a list; name an entry of it by number, as in capture.0.{key[1]}=..."
     if "override_grammar" in text:
         shown = str(getattr(error, "override", None) or str(error).split("\n")[0]).lstrip("+")
         return f"cannot read the override {shown!r}; write key=value, and quote values with blanks or commas"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import numpy as np
 
 from sweeps import run as reader
@@ -49,12 +53,18 @@ def settings(model, *, num_items=3, unit_cells=4, seeds=2, executor="inline", **
 
 
 class Switch:
-    """What `analyze` does next: raise for an item."""
+    """What `analyze` does next: raise for an item; obey what an item's column `do` tells it (kill, hang)."""
 
     fail_item: str | None = None
+    obey = True
 
 
 def analyze(conversation):
+    do = conversation.row.get("do") if Switch.obey else None
+    if do == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while do == "hang":
+        time.sleep(1)
     if conversation.row["id"] == Switch.fail_item:
         raise ValueError("this item cannot be analysed")
     return {"words": float(sum(len(m.content.split()) for m in conversation.transcript))}

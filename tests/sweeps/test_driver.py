@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -15,6 +12,7 @@ import pytest
 from sweeps import driver, store
 from sweeps.planfile import PlanFile
 from sweeps.progress import status
+from tests.sweeps import apart
 from tests.sweeps.fakes import config, items
 
 FAKE = "tests.sweeps.fakes:FakeReplica"
@@ -139,20 +137,12 @@ class Broken:
         raise OSError("no weights here")
 
 
-COMMAND = """
-import sys
-from sweeps import driver
-from tests.sweeps.fakes import config, items
-sys.exit(driver.run(config(items(20), unit_cells=4, turns=1), sys.argv[1], replica="tests.sweeps.fakes:FakeReplica"))
-"""
+def scripted(folder, count=20, retry_failed=False, **special):
+    return run(config(items(count, **special), unit_cells=4, turns=1, retry_failed=retry_failed), folder)
 
 
 def command(folder, **env):
-    return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, str(folder)],
-        env={**os.environ, "SWEEPS_FAKE_PAUSE_S": "0.02", **env},
-        text=True,
-    )
+    return apart.start(scripted, folder, **env)
 
 
 POINTS = ["driver.leased", "driver.planned", "driver.connected", "driver.dispatched@2", "driver.acked@2",
@@ -163,10 +153,10 @@ POINTS = ["driver.leased", "driver.planned", "driver.connected", "driver.dispatc
 def test_a_killed_driver_is_continued_by_the_same_command(folder, point):
     name, _, nth = point.partition("@")
     killed = command(folder, SWEEPS_FAILPOINTS=f"{name}=kill@{nth or 1}")
-    assert killed.wait(180) == -9
+    assert apart.wait(killed) == -9
     before = {commit.unit for commit in store.list_commits(folder)} if (folder / "_commits").exists() else set()
     again = command(folder, SWEEPS_FAKE_PAUSE_S="0")
-    assert again.wait(180) == 0
+    assert apart.wait(again) == 0
     held, failed = settled(folder)
     assert set(held) == planned(folder) and set(held.values()) == {1} and not failed
     assert before <= {commit.unit for commit in store.list_commits(folder)}
@@ -177,38 +167,41 @@ def test_a_killed_driver_is_continued_by_the_same_command(folder, point):
 @pytest.mark.slow
 @pytest.mark.parametrize("second", ["driver.planned", "driver.acked"])
 def test_a_driver_killed_again_while_it_resumes_is_continued_too(folder, second):
-    assert command(folder, SWEEPS_FAILPOINTS="writer.committed=kill@2").wait(180) == -9
-    assert command(folder, SWEEPS_FAILPOINTS=f"{second}=kill").wait(180) == -9
-    assert command(folder, SWEEPS_FAKE_PAUSE_S="0").wait(180) == 0
+    assert apart.wait(command(folder, SWEEPS_FAILPOINTS="writer.committed=kill@2")) == -9
+    assert apart.wait(command(folder, SWEEPS_FAILPOINTS=f"{second}=kill")) == -9
+    assert apart.wait(command(folder, SWEEPS_FAKE_PAUSE_S="0")) == 0
     held, failed = settled(folder)
     assert set(held) == planned(folder) and set(held.values()) == {1} and not failed
 
 
-RETRY = COMMAND.replace("turns=1)", "turns=1, retry_failed=True)").replace("items(20)", "items(20, i3='raise')")
-EXTEND = COMMAND.replace("items(20)", "items(24)")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "point"), [(RETRY, "driver.reopened"), (EXTEND, "driver.planned")])
-def test_a_retry_or_an_extension_that_is_killed_goes_on(folder, script, point):
-    first = COMMAND if script is EXTEND else RETRY.replace(", retry_failed=True", "")
-    run = [subprocess.run([sys.executable, "-c", text, str(folder)], env={**os.environ, **env}, check=False).returncode
-           for text, env in ((first, {}), (script, {"SWEEPS_FAILPOINTS": f"{point}=kill"}), (script, {}))]  # fmt: skip
-    assert run == ([0, -9, 0] if script is EXTEND else [3, -9, 3])
+@pytest.mark.parametrize("point", ["driver.reopened", "driver.planned"])
+def test_a_retry_or_an_extension_that_is_killed_goes_on(folder, point):
+    extends = point == "driver.planned"
+    first, then = ((20,), (24,)) if extends else ((20, False), (20, True))
+    special = {} if extends else {"i3": "raise"}
+
+    def again(arguments, **env):
+        return apart.wait(apart.start(scripted_with, folder, arguments, special, **env))
+
+    run = [again(first), again(then, SWEEPS_FAILPOINTS=f"{point}=kill"), again(then)]
+    assert run == ([0, -9, 0] if extends else [3, -9, 3])
     held, failed = settled(folder)
     assert set(held) | set(failed) == planned(folder) and set(held.values()) == {1} and not set(held) & set(failed)
-    assert set(failed.values()) == (set() if script is EXTEND else {2}), "each round of retries tries once"
+    assert set(failed.values()) == (set() if extends else {2}), "each round of retries tries once"
+
+
+def scripted_with(folder, arguments, special):
+    return scripted(folder, *arguments, **special)
 
 
 def test_sigterm_hands_the_rest_to_a_child_and_exits_4(folder):
     process = command(folder, SWEEPS_FAKE_PAUSE_S="0.5")
-    deadline = time.monotonic() + 120
-    while not ran(folder) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    apart.until(lambda: ran(folder))
     process.terminate()
-    assert process.wait(180) == 4
+    assert apart.wait(process) == 4
     assert any(commit.children for commit in store.list_commits(folder))
-    assert command(folder, SWEEPS_FAKE_PAUSE_S="0").wait(180) == 0
+    assert apart.wait(command(folder, SWEEPS_FAKE_PAUSE_S="0")) == 0
     assert set(ran(folder).values()) == {1} and set(ran(folder, "trunk").values()) == {1}
     held, _ = settled(folder)
     assert set(held) == planned(folder) and set(held.values()) == {1}
@@ -218,24 +211,20 @@ def test_sigterm_hands_the_rest_to_a_child_and_exits_4(folder):
 def test_sigterm_where_no_unit_runs_is_a_clean_stop_too(folder, point):
     """While it plans or aggregates, which may take minutes."""
     process = command(folder, SWEEPS_FAKE_PAUSE_S="0", SWEEPS_FAILPOINTS=f"{point}=hang")
-    deadline = time.monotonic() + 60
     begun = {"driver.planned": "run.json", "driver.complete": "_commits/u000009.json"}[point]
-    while not (folder / begun).exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    apart.until((folder / begun).exists)
     time.sleep(0.3)
     process.terminate()
-    assert process.wait(180) == 4
-    assert command(folder, SWEEPS_FAKE_PAUSE_S="0").wait(180) == 0
+    assert apart.wait(process) == 4
+    assert apart.wait(command(folder, SWEEPS_FAKE_PAUSE_S="0")) == 0
     assert set(ran(folder).values()) == {1}
 
 
 def test_two_drivers_on_one_folder_the_second_is_refused(folder):
     first = command(folder, SWEEPS_FAKE_PAUSE_S="60")
-    deadline = time.monotonic() + 120
-    while not (folder / "run.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    apart.until((folder / "run.json").exists)
     second = command(folder)
-    assert second.wait(180) == 5
+    assert apart.wait(second) == 5
     first.kill()
-    first.wait()
-    assert command(folder, SWEEPS_FAKE_PAUSE_S="0").wait(180) == 0
+    first.join()
+    assert apart.wait(command(folder, SWEEPS_FAKE_PAUSE_S="0")) == 0

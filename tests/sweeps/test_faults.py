@@ -8,8 +8,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -18,12 +16,14 @@ from collections import Counter
 import pytest
 
 from sweeps import driver, store
+from sweeps import run as reader
 from sweeps.aggregates.results import read_results
 from sweeps.metrics import METRICS
 from sweeps.planfile import PlanFile
 from sweeps.verify import verify
+from tests.sweeps import apart
 from tests.sweeps.fakes import config, items
-from tests.sweeps.small import build_model, contents, same, settings
+from tests.sweeps.small import Switch, build_model, contents, same, settings
 
 pytestmark = pytest.mark.slow
 FAKE = "tests.sweeps.fakes:FakeReplica"
@@ -47,6 +47,23 @@ def add_node(cluster):
     return cluster.add_node(num_cpus=1, resources={"slot": 1}, object_store_memory=100_000_000)
 
 
+def nodes(address, **changes):
+    return {"executor": "ray", "address": address, "replicas": 2, "resources": {"slot": 1}, "rows": 8, **changes}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return build_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model, tmp_path_factory):
+    """What 32 cells over 8 items are where nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert driver.run(settings(model, num_items=8), folder) == 0
+    return contents(folder)
+
+
 @pytest.fixture
 def sweep(cluster, tmp_path, monkeypatch):
     """`sweep(items, ...)` runs a fake sweep on the cluster; `.settled()` and `.events` tell what it did."""
@@ -68,6 +85,12 @@ class Sweep:
         }
         settings = config(rows, executor="ray", cluster=wanted, **options)
         return driver.run(settings, self.folder, replica=FAKE)
+
+    def real(self, model, **changes):
+        """A real sweep with a tiny model on the cluster."""
+        return driver.run(
+            settings(model, cluster=nodes(self.cluster.address, **changes.pop("nodes", {})), **changes), self.folder
+        )
 
     @property
     def events(self):
@@ -119,17 +142,25 @@ def test_a_replica_killed_anywhere_loses_nothing(sweep, monkeypatch, point):
     assert len([e for e in sweep.events if e["event"] == "lost"]) == 1
 
 
-def test_a_poison_cell_ends_alone_and_fails_after_three_tries(sweep):
-    assert sweep(items(4, i2="kill"), seeds=1, unit_cells=8) == 3
+def test_cells_that_kill_or_hang_their_process_end_alone_and_the_others_as_undisturbed(
+    sweep, model, tmp_path, monkeypatch
+):
+    rows = [{"id": f"i{n}", "topic": f"topic {n}", "do": do} for n, do in enumerate(("", "kill", "hang", ""))]
+    one_each = {"scenario__items": rows, "seeds": 1, "grid": {"framing": {"warm": "Be warm."}}, "unit_cells": 8}
+    monkeypatch.setattr(Switch, "obey", False)
+    assert driver.run(settings(model, **one_each), tmp_path / "undisturbed") == 0
+    assert sweep.real(model, nodes={"stall_s": 3}, **one_each) == 3
     held, failed = sweep.settled()
-    assert len(held) == 3 and len(failed) == 1
-    failing = next(c for c in store.list_commits(sweep.folder) if c.failed)
-    assert failing.unit.startswith("u000000.") and not failing.cells
-    import pyarrow.parquet as pq
-
-    (file,) = [f["path"] for f in failing.files if f["table"] == "failures"]
-    (row,) = pq.read_table(sweep.folder / file).to_pylist()
-    assert row["attempts"] == 3 and "died" in row["error"]
+    assert len(held) == len(failed) == 2
+    run = reader.open(sweep.folder)
+    errors = {row["cell"]: row for row in run.table("failures").to_pylist()}
+    said = {c["item"]: errors[c["cell"]]["error"] for c in run.cells.to_pylist() if c["cell"] in errors}
+    assert said.keys() == {"i1", "i2"} and "died" in said["i1"] and {row["attempts"] for row in errors.values()} == {3}
+    failing = [commit for commit in store.list_commits(sweep.folder) if commit.failed]
+    assert all(commit.unit.startswith("u000000.") and not commit.cells for commit in failing)
+    talk, values = contents(tmp_path / "undisturbed")
+    fine = {cell: said for cell, said in talk.items() if cell in held}
+    same(contents(sweep.folder), (fine, {at: value for at, value in values.items() if at[0] in held}))
 
 
 def test_a_trunk_that_kills_its_process_fails_its_cells_only(sweep):
@@ -138,24 +169,16 @@ def test_a_trunk_that_kills_its_process_fails_its_cells_only(sweep):
     assert len(held) == 4 and len(failed) == 2
 
 
-def test_a_cell_that_hangs_is_found_by_its_stillness(sweep):
-    assert sweep(items(3, i1="hang"), seeds=1, unit_cells=2, cluster={"stall_s": 1.5}) == 3
-    held, failed = sweep.settled()
-    assert len(held) == 2 and len(failed) == 1
-
-
-def test_a_node_goes_and_another_comes(sweep, cluster, monkeypatch):
-    monkeypatch.setenv("SWEEPS_FAKE_PAUSE_S", "0.1")
-
+def test_a_node_goes_and_another_comes(sweep, cluster, model, undisturbed):
     codes = []
-    thread = threading.Thread(target=lambda: codes.append(sweep(items(60), seeds=1, unit_cells=4)))
+    thread = threading.Thread(target=lambda: codes.append(sweep.real(model, num_items=8, unit_cells=2)))
     thread.start()
     sweep.wait_for("dispatched", 3)
     cluster.remove_node(cluster.workers.pop(0), allow_graceful=False)
     cluster.workers.append(add_node(cluster))
     thread.join()
-    assert codes == [0]
-    assert sweep.settled()[1] == {}
+    assert codes == [0] and sweep.settled()[1] == {}
+    same(contents(sweep.folder), undisturbed)
     assert len({e["node"] for e in sweep.events if e["event"] == "placed"}) >= 2
     assert all(not e["counts"] for e in sweep.events if e["event"] == "lost")
 
@@ -169,8 +192,10 @@ def test_no_replica_and_none_coming_ends_in_bounded_time_and_says_why(sweep, cap
     assert sweep(items(2)) == 0
 
 
-def test_random_kills_for_a_while(sweep, monkeypatch):
-    monkeypatch.setenv("SWEEPS_FAKE_PAUSE_S", "0.1")
+def test_random_kills_for_a_minute(sweep, model, tmp_path):
+    """Replicas are killed a moment after they are ready, for as long as there is work."""
+    much = {"num_items": 100, "seeds": 4, "unit_cells": 8}
+    assert driver.run(settings(model, **much), tmp_path / "undisturbed") == 0
     stop = threading.Event()
 
     def killer(sweep):
@@ -184,22 +209,20 @@ def test_random_kills_for_a_while(sweep, monkeypatch):
                     os.kill(rng.choice(alive), signal.SIGKILL)
 
     thread = sweep.later(killer)
-    code = sweep(items(150), turns=1, seeds=2, unit_cells=8, cluster={"max_deaths": 100})
+    code = sweep.real(model, nodes={"max_deaths": 100}, **much)
     stop.set()
     thread.join()
-    assert code in (0, 3) and sweep.error is None
-    held, _ = sweep.settled()
-    assert len(held) >= 290 and sum(e["event"] == "lost" for e in sweep.events) >= 3
+    assert code == 0 and sweep.error is None
+    assert sweep.settled()[1] == {} and sum(e["event"] == "lost" for e in sweep.events) >= 3
+    same(contents(sweep.folder), contents(tmp_path / "undisturbed"))
 
 
-def test_killed_at_every_step_of_a_real_unit_equals_undisturbed(sweep, cluster, tmp_path, monkeypatch):
-    model = build_model(tmp_path / "model")
+def test_killed_at_every_step_of_a_real_unit_equals_undisturbed(sweep, model, tmp_path, monkeypatch):
     assert driver.run(settings(model), tmp_path / "undisturbed") == 0
     points = ("replica.in_forward=kill@5", "writer.in_file=kill", "writer.linked=kill", "writer.before_commit=kill",
               "writer.committed=kill")  # fmt: skip
     monkeypatch.setenv("SWEEPS_FAILPOINTS", ",".join(points))
-    nodes = {"executor": "ray", "address": cluster.address, "replicas": 2, "resources": {"slot": 1}, "rows": 8}
-    assert driver.run(settings(model, unit_cells=2, cluster=nodes), sweep.folder) == 0
+    assert sweep.real(model, unit_cells=2) == 0
     assert len([e for e in sweep.events if e["event"] == "lost"]) == len(points)
     assert verify(sweep.folder, deep=True).ok
     same(contents(sweep.folder), contents(tmp_path / "undisturbed"))
@@ -238,60 +261,54 @@ def test_a_stop_hands_the_rest_over_and_the_same_command_continues(sweep, monkey
     assert sweep.settled()[1] == {}
 
 
-SIGNALLED = """
-import sys
-from sweeps import driver
-from tests.sweeps.fakes import config, items
-nodes = {"address": sys.argv[2], "replicas": 2, "resources": {"slot": 1}}
-settings = config(items(40), turns=1, seeds=1, unit_cells=20, executor="ray", cluster=nodes)
-sys.exit(driver.run(settings, sys.argv[1], replica="tests.sweeps.fakes:FakeReplica"))
-"""
+def signalled(folder, address):
+    two = {"address": address, "replicas": 2, "resources": {"slot": 1}}
+    wanted = config(items(40), turns=1, seeds=1, unit_cells=20, executor="ray", cluster=two)
+    return driver.run(wanted, folder, replica=FAKE)
 
 
 def test_sigterm_stops_a_driver_that_is_connected_to_ray(sweep, cluster):
-    command = [sys.executable, "-c", SIGNALLED, str(sweep.folder), cluster.address]
-    process = subprocess.Popen(command, env={**os.environ, "SWEEPS_FAKE_PAUSE_S": "0.3"})
+    process = apart.start(signalled, sweep.folder, cluster.address, SWEEPS_FAKE_PAUSE_S="0.3")
     sweep.wait_for("dispatched", 2)
     time.sleep(1)
     process.terminate()
-    assert process.wait(30) == 4
+    assert apart.wait(process, 30) == 4
     assert any(commit.children for commit in store.list_commits(sweep.folder))
 
 
-@pytest.mark.slow
-def test_a_driver_killed_on_ray_leaves_nothing_that_a_second_one_does_twice(sweep, cluster):
+def real_run(folder, address, model):
+    return driver.run(settings(model, num_items=8, unit_cells=2, cluster=nodes(address)), folder)
+
+
+def test_a_driver_killed_on_ray_leaves_nothing_that_a_second_one_does_twice(sweep, cluster, model, undisturbed):
     """Its replicas may go on for a while, and commit."""
-    command = [sys.executable, "-c", SIGNALLED, str(sweep.folder), cluster.address]
-    first = subprocess.Popen(command, env={**os.environ, "SWEEPS_FAKE_PAUSE_S": "0.3"})
-    sweep.wait_for("dispatched", 2)
+    first = apart.start(real_run, sweep.folder, cluster.address, model)
+    sweep.wait_for("dispatched", 3)
     first.kill()
-    first.wait()
-    assert subprocess.run(command, env={**os.environ, "SWEEPS_FAKE_PAUSE_S": "0.01"}, check=False).returncode == 0
-    held, failed = sweep.settled()
-    assert len(held) == 40 and not failed
+    first.join()
+    assert real_run(sweep.folder, cluster.address, model) == 0
+    assert sweep.settled()[1] == {}
+    same(contents(sweep.folder), undisturbed)
 
 
-TERMINATED = """
-import os, signal, sys, threading
-from sweeps import driver
-from tests.sweeps.fakes import config, items
-nodes = {"replicas": 1, "address": sys.argv[2], "resources": {"slot": 1}}
-before = driver.reach
-def reach(point):
-    if point == "driver.planned":
-        threading.Timer(float(sys.argv[3]), os.kill, (os.getpid(), signal.SIGTERM)).start()
-    before(point)
-driver.reach = reach
-sys.exit(driver.run(config(items(4), executor="ray", cluster=nodes), sys.argv[1], replica="tests.sweeps.fakes:FakeReplica"))
-"""
+def terminated(folder, address, after_s):
+    before = driver.reach
+
+    def reach(point):
+        if point == "driver.planned":
+            threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        before(point)
+
+    driver.reach = reach
+    one = {"replicas": 1, "address": address, "resources": {"slot": 1}}
+    return driver.run(config(items(4), executor="ray", cluster=one), folder, replica=FAKE)
 
 
 @pytest.mark.parametrize("after_s", [0.3])
 def test_sigterm_while_the_driver_connects_to_ray_is_a_clean_stop(sweep, cluster, after_s):
     """Without care Ray aborts the process there."""
-    command = [sys.executable, "-c", TERMINATED, str(sweep.folder), cluster.address, str(after_s)]
-    environment = {**os.environ, "SWEEPS_FAKE_PAUSE_S": "1"}
-    assert subprocess.run(command, env=environment, check=False, timeout=60).returncode == 4
+    process = apart.start(terminated, sweep.folder, cluster.address, after_s, SWEEPS_FAKE_PAUSE_S="1")
+    assert apart.wait(process, 60) == 4
     assert sweep.events[-1]["reason"] == "received SIGTERM"
 
 
@@ -354,49 +371,13 @@ def test_runs_of_one_process_share_loaded_replicas(cluster, tmp_path):
     assert len(loads) >= 3 and len(set(loads)) <= 2, "three runs, at most two processes"
 
 
-LATE = """
-import sys
-from tests.sweeps.fakes import FakeReplica
-replica = FakeReplica({}, sys.argv[1], "")
-print(replica.run(sys.stdin.buffer.read())["outcome"])
-"""
-
-
-def test_a_writer_stopped_past_its_retry_and_continued_loses(tmp_path, monkeypatch):
-    from sweeps.folder import enter
-    from sweeps.units import pack
-
-    folder = tmp_path / "run"
-    enter(config(items(2), turns=1), folder)
-    unit = PlanFile(folder).unit("u000000")
-
-    def writer(**env):
-        process = subprocess.Popen(
-            [sys.executable, "-c", LATE, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env={**os.environ, **env},
-        )  # fmt: skip
-        process.stdin.write(pack(unit, {}, 0))
-        process.stdin.close()
-        return process
-
-    stopped = writer(SWEEPS_FAILPOINTS="writer.before_commit=stop")
-    os.waitpid(stopped.pid, os.WUNTRACED)
-    retry = writer()
-    assert retry.stdout.read() == b"won\n"
-    before = (folder / "_commits" / "u000000.json").read_bytes()
-    os.kill(stopped.pid, signal.SIGCONT)
-    assert stopped.stdout.read() == b"lost\n"
-    assert (folder / "_commits" / "u000000.json").read_bytes() == before
-
-
 def test_what_only_loading_shows_ends_the_run_with_its_reason(cluster, tmp_path, capsys):
     """The model's files are there and whole, and the weights are of another shape."""
     model, folder = build_model(tmp_path / "model"), tmp_path / "run"
     about = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**about, "intermediate_size": about["intermediate_size"] + 8}))
-    nodes = {"executor": "ray", "address": cluster.address, "replicas": 2, "resources": {"slot": 1}}
     capsys.readouterr()
-    assert driver.run(settings(model, cluster=nodes), folder) == 1
+    assert driver.run(settings(model, cluster=nodes(cluster.address)), folder) == 1
     said = capsys.readouterr().err.strip()
     assert said.startswith("stopped: 3 replicas could not load") and "\n" not in said
     assert f"cannot load '{model}' as a model folder" in said and "another shape than its config.json says" in said

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -14,6 +11,7 @@ from sweeps import driver, progress, store
 from sweeps import run as reader
 from sweeps.places import Remote, place
 from sweeps.verify import verify
+from tests.sweeps import apart
 from tests.sweeps.faulty import FaultyStore
 from tests.sweeps.s3 import serving
 from tests.sweeps.small import build_model, contents, same, settings
@@ -60,30 +58,21 @@ def is_whole(url, undisturbed):
     same(contents(url), undisturbed)
 
 
-COMMAND = """
-import sys
-from sweeps import driver
-from tests.sweeps.small import settings
-sys.exit(driver.run(settings(sys.argv[1], num_items=2, unit_cells=2), sys.argv[2]))
-"""
-
-
-def command(model, url, **env):
-    environment = {**os.environ, "PYTHONPATH": os.getcwd(), **env}
-    return subprocess.run([sys.executable, "-c", COMMAND, str(model), url], env=environment, check=False).returncode
+def one_trunk_a_unit(model, url):
+    return driver.run(small(model, unit_cells=2), url)
 
 
 @pytest.mark.slow
 def test_a_killed_driver_is_continued_there_by_the_same_command(model, url, undisturbed):
-    assert command(model, url, SWEEPS_FAILPOINTS="writer.committed=kill") == -9
+    assert apart.wait(apart.start(one_trunk_a_unit, model, url, SWEEPS_FAILPOINTS="writer.committed=kill")) == -9
     first = {commit.unit: commit for commit in store.list_commits(url)}
     assert 1 <= len(first) < 4, "two units are written side by side: the other one may be in before the kill"
-    assert driver.run(small(model, unit_cells=2), url) == 0
+    assert one_trunk_a_unit(model, url) == 0
     after = {commit.unit: commit for commit in store.list_commits(url)}
     assert first == {unit: after[unit] for unit in first}, "what was committed stands"
     is_whole(url, undisturbed)
     assert [e["event"] for e in progress.events(url)].count("complete") == 1
-    assert driver.run(small(model, unit_cells=2), url) == 0
+    assert one_trunk_a_unit(model, url) == 0
     assert driver.run(small(model, seeds=3, unit_cells=2), url) == 0
     assert reader.open(url).counts == {"done": 12, "failed": 0, "pending": 0}
     assert driver.run(small(model, seeds=1), url) == 5

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -20,6 +16,7 @@ from sweeps.ledger import Needs
 from sweeps.planfile import PlanFile
 from sweeps.units import Units
 from sweeps.verify import verify
+from tests.sweeps import apart
 from tests.sweeps.small import Switch, build_model
 from tests.tiny import tiny
 
@@ -246,26 +243,23 @@ def test_a_patch_mixes_with_axes_of_models_adapters_and_steering(model, tmp_path
 @pytest.mark.parametrize("nth", [2, 4, 9])
 def test_a_process_killed_between_donor_and_recipient_is_continued_to_the_same(model, tmp_path, nth):
     """SIGKILL while donors or recipients are being fed, then the same command: as if nothing had happened."""
-    steps = {"intervention.layers": {"0": 0, "1": 1}}
-    whole = said(ran(told(model, grid=steps, plan={"unit_cells": 1}), tmp_path / "whole"))
-    command = [sys.executable, "-c", COMMAND, str(model), str(tmp_path / "run")]
-    killed = {**os.environ, "PYTHONPATH": os.getcwd(), "SWEEPS_FAILPOINTS": f"replica.in_forward=kill@{nth}"}
-    assert subprocess.run(command, env=killed, check=False).returncode == -9
+    whole = said(ran(two_layers(model), tmp_path / "whole"))
+    killed = apart.start(run_two_layers, model, tmp_path / "run", SWEEPS_FAILPOINTS=f"replica.in_forward=kill@{nth}")
+    assert apart.wait(killed) == -9
     before = {commit.unit for commit in store.list_commits(tmp_path / "run")}
-    found = said(ran(told(model, grid=steps, plan={"unit_cells": 1}), tmp_path / "run"))
+    found = said(ran(two_layers(model), tmp_path / "run"))
     assert before <= {commit.unit for commit in store.list_commits(tmp_path / "run")}
     assert found.keys() == whole.keys()
     for key, value in whole.items():
         close(value, found[key])
 
 
-COMMAND = """
-import sys
-from sweeps import driver
-from tests.sweeps.test_patching import told
-steps = {"intervention.layers": {"0": 0, "1": 1}}
-sys.exit(driver.run(told(sys.argv[1], grid=steps, plan={"unit_cells": 1}), sys.argv[2]))
-"""
+def two_layers(model):
+    return told(model, grid={"intervention.layers": {"0": 0, "1": 1}}, plan={"unit_cells": 1})
+
+
+def run_two_layers(model, folder):
+    return driver.run(two_layers(model), folder)
 
 
 def another(model, folder):
