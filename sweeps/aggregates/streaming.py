@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Keyed = Iterable[tuple[Any, ...]]
 PARTS = ("count", "non_finite", "mean", "m2")
 REMOVED = "|removed"
+LIES = ("|file", "|key")
+"""Names of what says where a record lies, beside columns of any name."""
 
 
 class MomentsSum:
@@ -108,27 +110,29 @@ class RecordSum(MomentsSum):
         if not index.num_rows:
             return
         named = columns(shard, index, wanted, self.labels)
-        codes, firsts = grouped(named)
-        keys = [
-            self.key_of(row) if self.source.takes(row) else None for row in named.take(pa.array(firsts)).to_pylist()
-        ]
-        lies = index.select(["file", "key"])
-        tensors, where = grouped(lies)
+        codes, firsts = grouped(pa.table([*named.columns, index["file"], index["key"]], [*named.column_names, *LIES]))
+        distinct = named.take(pa.array(firsts)).to_pylist()
+        keys = [self.key_of(row) if self.source.takes(row) else None for row in distinct]
+        held: dict[tuple[str, str], dict[int, str]] = {}
+        """Of each stored tensor: which distinct rows lie in it, and under which key they count."""
+        for number, at in enumerate(index.select(["file", "key"]).take(pa.array(firsts)).to_pylist()):
+            if (key := keys[number]) is not None:
+                held.setdefault((at["file"], at["key"]), {})[number] = key
         starts, stops = self.source.spans(index)
         pooled = index["num_pooled"].to_numpy() if "num_pooled" in index.column_names else None
-        some = np.array([key is not None for key in keys])[codes] & (stops > starts)
         found: dict[str, Moments] = {}
-        for number, stored in enumerate(lies.take(pa.array(where)).to_pylist()):
-            at = np.flatnonzero(some & (tensors == number))
-            met = np.flatnonzero(np.bincount(codes[at], minlength=len(keys)))
-            names = list(dict.fromkeys(name for code in met if (name := keys[code]) is not None))
-            if names:
-                numbers = np.array([names.index(name) if name in names else -1 for name in keys])[codes[at]]
+        for (file, tensor), members in held.items():
+            names = {name: i for i, name in enumerate(dict.fromkeys(members.values()))}
+            numbers = np.full(len(keys), -1)
+            numbers[list(members)] = [names[key] for key in members.values()]
+            numbers = numbers[codes]
+            at = np.flatnonzero((numbers >= 0) & (stops > starts))
+            if len(at):
                 rows = _Rows(
-                    tensor=shard.base.matrix(stored["file"], stored["key"]), starts=starts[at], stops=stops[at],
-                    names=numbers, num_pooled=None if pooled is None else pooled[at],
+                    tensor=shard.base.matrix(file, tensor), starts=starts[at], stops=stops[at], names=numbers[at],
+                    num_pooled=None if pooled is None else pooled[at],
                 )  # fmt: skip
-                self._fold_tensor(found, names, rows)
+                self._fold_tensor(found, list(names), rows)
         for name, moments in found.items():
             put(state, name, moments)
 
@@ -170,9 +174,10 @@ class _Rows:
     def by_row(self) -> tuple[np.ndarray, np.ndarray | None]:
         """`names` and, where it is known, `num_pooled` of every row from the first start to the last stop."""
         first, lengths = self.starts.min(), self.stops - self.starts
-        at = spread(self.starts - first, lengths)
+        single = lengths.max() == 1
+        at = self.starts - first if single else spread(self.starts - first, lengths)
         groups = np.full(self.stops.max() - first, -1)
-        groups[at] = np.repeat(self.names, lengths)
+        groups[at] = self.names if single else np.repeat(self.names, lengths)
         if self.num_pooled is None:
             return groups, None
         weights = np.zeros(len(groups))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import numpy as np
 
@@ -53,18 +52,15 @@ def settings(model, *, num_items=3, unit_cells=4, seeds=2, executor="inline", **
 
 
 class Switch:
-    """What `analyze` does next: raise for an item; obey what an item's column `do` tells it (kill, hang)."""
+    """What `analyze` does next: raise for an item; kill its process where the item's column `do` says so."""
 
     fail_item: str | None = None
     obey = True
 
 
 def analyze(conversation):
-    do = conversation.row.get("do") if Switch.obey else None
-    if do == "kill":
+    if Switch.obey and conversation.row.get("do") == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    while do == "hang":
-        time.sleep(1)
     if conversation.row["id"] == Switch.fail_item:
         raise ValueError("this item cannot be analysed")
     return {"words": float(sum(len(m.content.split()) for m in conversation.transcript))}

@@ -13,11 +13,6 @@ from tests.sweeps import small
 PROMPT = "About {topic}:\n{transcript}\nHow warm is it, from 1 to 5?"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return small.build_model(tmp_path_factory.mktemp("model"))
-
-
 def judged(model, judges, **changes):
     scenario = {
         "judges": judges,

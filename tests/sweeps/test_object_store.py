@@ -14,7 +14,7 @@ from sweeps.verify import verify
 from tests.sweeps import apart
 from tests.sweeps.faulty import FaultyStore
 from tests.sweeps.s3 import serving
-from tests.sweeps.small import build_model, contents, same, settings
+from tests.sweeps.small import contents, same, settings
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +29,6 @@ def faulty():
             proxy.close()
     finally:
         s3fs.S3FileSystem.read_timeout = patient
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return build_model(tmp_path_factory.mktemp("model"))
 
 
 def small(model, *, seeds=2, **changes):

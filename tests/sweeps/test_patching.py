@@ -17,17 +17,12 @@ from sweeps.planfile import PlanFile
 from sweeps.units import Units
 from sweeps.verify import verify
 from tests.sweeps import apart
-from tests.sweeps.small import Switch, build_model
+from tests.sweeps.small import Switch
 from tests.tiny import tiny
 
 TOLD = {"red": "The {thing} is red.", "blue": "The {thing} is blue."}
 LOGITS = {"participants": ["bob"], "sites": ["logits"], "tokens": "positions(-1)", "special": "keep"}
 PATCH = {"kind": "patch", "participants": ["bob"], "from": {"trunk.opening": "red"}, "layers": [1], "tokens": "prompt"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return build_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)

@@ -16,19 +16,7 @@ from sweeps.replica import Replica
 from sweeps.units import pack
 from sweeps.verify import verify
 from tests.sweeps import apart
-from tests.sweeps.small import build_model, contents, same, settings
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return build_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert driver.run(settings(model, num_items=8), folder) == 0
-    return contents(folder)
+from tests.sweeps.small import contents, same, settings
 
 
 def run(model, folder):

@@ -14,15 +14,10 @@ from sweeps import cli, driver
 from sweeps.compose import from_plain
 from sweeps.config import ConfigError
 from sweeps.verify import verify
-from tests.sweeps.small import build_model, contents, settings
+from tests.sweeps.small import contents, settings
 
 CLUSTER = {"executor": "inline", "rows": 8}
 RUN = {"progress": "none", "interval_s": 0.2}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return build_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

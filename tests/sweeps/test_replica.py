@@ -11,13 +11,8 @@ import pytest
 from sweeps import driver, store
 from sweeps import run as reader
 from sweeps.verify import verify
-from tests.sweeps.small import Switch, build_model, contents, same, settings
+from tests.sweeps.small import Switch, contents, same, settings
 from tests.tiny import tiny
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return build_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)
