@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 import tempfile
 import threading
 import time
@@ -25,13 +26,13 @@ import sweeps
 from interlens.interp.activation_cache import ActivationRecord
 from interlens.message import Message
 from sweeps import aggregates, folder
-from sweeps.aggregates.shards import shard_state
+from sweeps.aggregates.shards import added
 from sweeps.compose import from_plain
 from sweeps.config import AggregateConfig
 from sweeps.plan import expand
 from sweeps.writer import UnitWriter
 
-WIDTH, TOKENS, LAYERS, REPEATS = 576, 24, (8, 12, 16, 20), 5
+WIDTH, TOKENS, LAYERS, REPEATS = 576, 24, (8, 12, 16, 20), 9
 CONTRAST = "framing == 'warm' vs framing == 'cold'"
 
 
@@ -102,24 +103,28 @@ SUMS = {
 
 
 def streaming(run: sweeps.run.Run) -> None:
-    print(f"{'':34}{'CPU s':>8}{'GB/s':>8}{'of read':>9}")
-    size = sum(Path(path).stat().st_size for path in run.files("activations"))
-    read = min(
-        timed(lambda: [np.fromfile(path, np.uint8) for path in run.files("activations")])[0] for _ in range(REPEATS)
-    )
-    print(f"{'read the same bytes':34}{read:8.2f}{size / read / 1e9:8.2f}")
+    """Medians of repeats, the sides in turn."""
+    files = run.files("activations")
+    size = sum(Path(path).stat().st_size for path in files)
+    sides = {"read the same bytes": lambda: [np.fromfile(path, np.uint8).size for path in files]}
+    sides |= {name: lambda a=aggregate: recompute(run, a) for name, aggregate in SUMS.items()}
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(REPEATS):
+        for name, action in sides.items():
+            times[name].append(timed(action)[0])
     pooled = size * len(LAYERS) / (TOKENS + len(LAYERS))
-    for name, aggregate in SUMS.items():
-        used = pooled if name.endswith("pooled") else size - pooled
-        seconds = min(timed(lambda a=aggregate: recompute(run, a))[0] for _ in range(REPEATS))
-        speed = used / seconds / 1e9
-        print(f"{name:34}{seconds:8.2f}{speed:8.2f}{speed / (size / read / 1e9):8.0%}")
+    read = size / statistics.median(times["read the same bytes"]) / 1e9
+    print(f"{'':34}{'CPU s':>8}{'GB/s':>8}{'of read':>9}")
+    for number, (name, seconds) in enumerate(times.items()):
+        used = size if number == 0 else pooled if name.endswith("pooled") else size - pooled
+        speed = used / statistics.median(seconds) / 1e9
+        print(f"{name:34}{statistics.median(seconds):8.2f}{speed:8.2f}" + f"{speed / read:8.0%}")
 
 
 def recompute(run: sweeps.run.Run, aggregate: object, units: int | None = None) -> dict:
     state = aggregate.zero()
     for shard in itertools.islice(run.shards(), units):
-        state = aggregate.merge(state, shard_state(shard, aggregate))
+        state = added(state, shard, aggregate)
     return state
 
 

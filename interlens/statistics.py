@@ -152,7 +152,7 @@ class Moments:
     def copy(self) -> Moments:
         copied = Moments(self.width, self.has_covariance)
         copied.count, copied.non_finite = self.count, self.non_finite
-        copied.mean, copied.m2 = self.mean.copy(), self.m2.copy()
+        copied.mean, copied.m2 = self.mean, self.m2  # replaced when rows are added, never changed
         return copied
 
     def variance(self, ddof: int = 1) -> np.ndarray:
@@ -180,7 +180,7 @@ class Moments:
         """The inverse of `state`."""
         moments = cls(len(state["mean"]), covariance=np.ndim(state["m2"]) == 2)
         moments.count, moments.non_finite = int(state["count"][0]), int(state["non_finite"][0])
-        moments.mean, moments.m2 = as_float64(state["mean"]).copy(), as_float64(state["m2"]).copy()
+        moments.mean, moments.m2 = as_float64(state["mean"]), as_float64(state["m2"])
         return moments
 
 

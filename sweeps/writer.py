@@ -179,9 +179,14 @@ class UnitWriter:
             shard.next()
 
     def _write_table(self, table: str, path: str, found: list[dict[str, Any]], schema: pa.Schema) -> None:
+        parts: dict[Any, list[dict[str, Any]]] = {}
+        for row in found:
+            parts.setdefault(row["pool"] if table == "records" else None, []).append(row)
         sink = pa.BufferOutputStream()
         layout = tables.RECORDS_LAYOUT if table == "records" else {"compression": "zstd"}
-        pq.write_table(pa.Table.from_pylist(found, schema=schema), sink, **layout)
+        with pq.ParquetWriter(sink, schema, **layout) as out:
+            for rows_of_pool in parts.values():  # a row group each, so that readers of one pool skip the others
+                out.write_table(pa.Table.from_pylist(rows_of_pool, schema=schema))
         self._write_bytes(table, path, [memoryview(sink.getvalue())], len(found))
 
     def _write_bytes(self, table: str, path: str, pieces: Iterable[Any], num_rows: int) -> None:

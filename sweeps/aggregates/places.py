@@ -147,7 +147,7 @@ def labelled(run: Any, place: Place, question: Question) -> Labelled:
     counts, sample = dict.fromkeys(("pos", "neg", "neither", "excluded"), 0), _Sample(question.max_rows)
     for shard in run.shards():
         index = shard.index(
-            {*asked, *extra, *Place.COLUMNS, *question.source.columns, "trunk", "message_idx", "removed"}
+            {*asked, *extra, *Place.COLUMNS, *question.source.columns, "trunk", "message_idx", "removed"}, [place.pool]
         )
         if not index.num_rows:
             continue

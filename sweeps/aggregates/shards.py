@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
@@ -19,6 +20,7 @@ from ..config import AggregateConfig, ClusterConfig
 from ..places import arrow, place
 from . import CellResult, State, Sum, build
 from .columns import short_names
+from .source import POOLS
 
 if TYPE_CHECKING:
     from ..store import Commit
@@ -75,15 +77,16 @@ class Shard:
         values = {name: pa.array([row.get(name) for row in found]) for name in names}
         return pa.table({"cell": table.column("cell"), **values})
 
-    def index(self, names: Iterable[str]) -> pa.Table:
+    def index(self, names: Iterable[str], pools: Sequence[str | None] = POOLS) -> pa.Table:
         """The records of cells (a trunk's own left out): where each lies, and the columns that `names` are found by.
 
-        Texts are dictionaries, so that thousands of records cost little more than their distinct values.
+        Texts are dictionaries, so that thousands of records cost little more than their distinct values. With `pools`
+        others than these may be left out.
         """
         names = {"cell", "file", "key", "row_start", "row_end", *names}
         if any(name.startswith(("message.", "label.")) for name in names):
             names.add("message_idx")
-        table = self._records([name for name in INDEX if name in names])
+        table = self._records([name for name in INDEX if name in names], pools)
         plan = self.run.plan.rows(self._planned)
         cells = table["cell"].combine_chunks()
         at = pc.index_in(cells.dictionary, plan["cell"].combine_chunks()).take(cells.indices)
@@ -95,14 +98,15 @@ class Shard:
                 table = table.append_column(name, plan[name].combine_chunks().dictionary_encode().take(at))
         return table
 
-    def _records(self, columns: list[str]) -> pa.Table:
+    def _records(self, columns: list[str], pools: Sequence[str | None]) -> pa.Table:
         """Columns of this unit's records of cells, and their site."""
         found = []
         for file in self.commit.files:
             if file["table"] == "records":
                 where, fs = arrow(place(self.run.full_path(file["path"])))
                 with pq.ParquetFile(where, filesystem=fs, read_dictionary=TEXTS) as opened:
-                    table = opened.read(columns, use_threads=False)  # a version before a column simply lacks it
+                    groups = _groups(opened.metadata, pools)
+                    table = opened.read_row_groups(groups, columns, use_threads=False)  # an older version may lack some
                 if self._inside:
                     files = table["file"].combine_chunks()
                     moved = pc.binary_join_element_wise(self._inside, files.dictionary, "")
@@ -142,14 +146,40 @@ class Shard:
             )
 
 
+def _leaves(kind: pa.DataType) -> int:
+    """Columns of a Parquet file that a type takes."""
+    return sum(_leaves(kind.field(i).type) for i in range(kind.num_fields)) if kind.num_fields else 1
+
+
+POOL = sum(_leaves(field.type) for field in itertools.takewhile(lambda f: f.name != "pool", tables.RECORDS))
+"""Which of a file's columns `pool` is."""
+
+
+def _groups(about: pq.FileMetaData, pools: Sequence[str | None]) -> list[int]:
+    """The row groups that may hold records of these pools."""
+    return [
+        number for number in range(about.num_row_groups)
+        if about.num_columns <= POOL or _may_hold(about.row_group(number).column(POOL), pools)
+    ]  # fmt: skip
+
+
+def _may_hold(column: Any, pools: Sequence[str | None]) -> bool:
+    """Whether a column chunk, of `pool` unless the file is of another version, may have one of these values."""
+    known = column.statistics
+    if column.path_in_schema != "pool" or known is None:
+        return True
+    if None in pools and known.null_count:
+        return True
+    return known.has_min_max and any(pool is not None and known.min <= pool <= known.max for pool in pools)
+
+
 def _site(path: str) -> str:
     """The site in a path `records/model=<m>/site=<s>/...`."""
     return unquote(path.split("/")[2].removeprefix("site="))
 
 
-def shard_state(shard: Shard, aggregate: Sum) -> State:
-    """A sum's state over one unit's stored data: what the replica streamed, to rounding."""
-    state = aggregate.zero()
+def added(state: State, shard: Shard, aggregate: Sum) -> State:
+    """A sum's state with one unit's stored data: what the replica streamed, to rounding."""
     if add_shard := getattr(aggregate, "add_shard", None):
         add_shard(state, shard)
         return state
@@ -167,17 +197,17 @@ def recompute(run: Any, aggregate: Sum) -> State:
     """A sum's state over all committed data, unit by unit, in order of unit id."""
     state = aggregate.zero()
     for shard in shards_of(run, aggregate):
-        state = aggregate.merge(state, shard_state(shard, aggregate))
+        state = added(state, shard, aggregate)
     return state
 
 
 def unit_state(root: str, unit: str, name: str, options: dict[str, Any]) -> State:
-    """`shard_state` from plain values, for another process."""
+    """A sum's state over one unit, from plain values, for another process."""
     run = opened(root)
     commit = store.read_commit(root, unit)
     assert commit is not None, f"unit {unit} has no commit"
     aggregate: Any = build([AggregateConfig(name=name, options=options)], run.config)[0]
-    return shard_state(Shard(run, commit), aggregate)
+    return added(aggregate.zero(), Shard(run, commit), aggregate)
 
 
 @lru_cache(maxsize=2)

@@ -106,7 +106,7 @@ class RecordSum(MomentsSum):
     def add_shard(self, state: State, shard: Shard) -> None:
         """Add one unit's stored records: expressions once per distinct row, tensors in blocks."""
         wanted = {*self.names(), *Place.COLUMNS}
-        index = shard.index({*wanted, *self.source.columns})
+        index = shard.index({*wanted, *self.source.columns}, [self.source.pool])
         if not index.num_rows:
             return
         named = columns(shard, index, wanted, self.labels)

@@ -113,7 +113,7 @@ class StoredRun:
         """All of it is one unit."""
         return [self]
 
-    def index(self, names):
+    def index(self, names, pools=None):
         rows = [{**row, "file": "memory", "key": f"{row['layer']}", "tensor": None} for row in self._records()]
         seen = {}
         for row in rows:

@@ -18,7 +18,7 @@ from sweeps.aggregates import CellResult
 from sweeps.aggregates.directions import read_directions
 from sweeps.aggregates.places import leaks
 from sweeps.aggregates.results import read_results
-from sweeps.aggregates.shards import Shard, recompute, shard_state
+from sweeps.aggregates.shards import Shard, added, recompute
 from sweeps.analyzers import enthusiasm_rate
 from sweeps.config import AggregateConfig, ConfigError
 from sweeps.inputs import hashes
@@ -133,7 +133,16 @@ def test_streamed_recomputed_and_in_memory_agree(run, name):
     assert_equal(streamed, in_memory(run, made))
     assert_equal(streamed, recompute(run, made))
     for commit, state in zip(run.commits(), states, strict=True):
-        assert_equal(state, shard_state(Shard(run, commit), made))
+        assert_equal(state, added(made.zero(), Shard(run, commit), made))
+
+
+def test_an_index_for_one_pool_reads_its_row_groups_only(run):
+    for shard in run.shards():
+        whole = shard.index(["pool"])
+        for pool in ("mean", None):
+            part = shard.index(["pool"], [pool])
+            kept = [row for row in whole.to_pylist() if row["pool"] == pool]
+            assert part.to_pylist() == kept and 0 < len(kept) < whole.num_rows
 
 
 @pytest.mark.parametrize("name", SUMS)

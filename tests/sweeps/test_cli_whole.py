@@ -68,18 +68,22 @@ def test_conditions_meet_the_same_trunk_and_noise(run):
 
 
 def test_a_stored_conversation_lives_on(run):
-    for cell in run.cells["cell"].to_pylist()[::5]:
-        said = run.messages(cell)
-        live = run.conversation(cell)
+    """Every message of every cell is rendered again to the tokens that were recorded, and the next turn goes on."""
+    rendered = 0
+    for cell in run.cells["cell"].to_pylist():
+        said, live = run.messages(cell), run.conversation(cell)
         assert [m.content for m in live.transcript] == [m.content for m in said]
-        again = live.branch()
-        again.rewind(len(said) - 2)
-        fed = said[-1].fed
-        assert again.render_templated("ben", add_generation_prompt=True, tokenize=True) == list(fed.prompt)
-        message = live.step("ann")
-        assert (
-            message.fed.prompt[: len(said[-2].fed.prompt)] == said[-2].fed.prompt and message.metadata["n_tokens"] > 0
-        )
+        for at, message in enumerate(said):
+            if message.fed is not None:
+                again = live.branch()
+                again.rewind(at - 1)
+                view = again.render_templated(message.author, add_generation_prompt=True, tokenize=True)
+                assert view == list(message.fed.prompt), (cell, at)
+                rendered += 1
+        following = live.step("ann")
+        assert following.fed.prompt[: len(said[-2].fed.prompt)] == said[-2].fed.prompt
+        assert following.metadata["n_tokens"] > 0
+    assert rendered == 16 * 4, "two messages of the trunk, two of the branch"
 
 
 def test_stored_rows_are_the_models_own(run, model):
