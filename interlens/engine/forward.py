@@ -21,7 +21,11 @@ from transformers import DynamicCache
 
 from ..adapters import attached, per_row
 from ..errors import UnsupportedIntervention
+from ..interp.sites import find_family
 from .slabs import Slabs, Window
+
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
+"""By how much logits of one text may differ between two ways to feed it, in units of their norm; a router may tip over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,8 @@ class Forward:
         self.forkable = self._mask_types is not None and not getattr(model, "_is_stateful", False)
         """False for families whose state cannot be cut or copied: they get one row and a cache of transformers' own."""
         self._state = None
+        self._decodes = find_family(model) is not None or not self.forkable
+        """Seen to decode as it reads; families with a table are, in the tests."""
         causal = model.get_base_model() if hasattr(model, "get_base_model") else model
         parameters = inspect.signature(causal.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
@@ -99,6 +105,27 @@ class Forward:
                 f"attention backend {backend!r} takes no masks by position; possible: sdpa, eager. "
                 "Load the model with attention='sdpa'"
             )
+
+        if not self._decodes:
+            self._check_decoding()
+
+    def _check_decoding(self) -> None:
+        """UnsupportedIntervention if tokens fed through the cache do not give the logits of one forward over all of them."""
+        ids, slabs = [n % self.vocab_size for n in range(3, 10)], Slabs()
+        slabs.resize(1, len(ids))
+        spans = [(0, 4), *((at, at + 1) for at in range(4, len(ids)))]
+        batches = [Batch(first=0, ids=[ids], starts=[a], stops=[b], floors=[0], all_logits=True) for a, b in spans]
+        with torch.no_grad(), per_row(self.model, ()):
+            whole = self.model(input_ids=torch.tensor([ids], device=self.device), return_dict=True).logits[0].double()
+        fed = torch.cat([self(batch, slabs)[0] for batch in batches]).double()
+        off = ((fed - whole).norm() / whole.norm()).item()
+        if not off < _ROUNDING[self.dtype]:
+            raise UnsupportedIntervention(
+                f"{type(self.model).__name__} has no table here, and tokens fed to it one by one give other logits than "
+                f"one forward over them (off by {off:.1%}): its attention looks ahead, or its cache is of its own kind. "
+                "If it is a decoder, set is_decoder=True in its config; else use a causal language model"
+            )
+        self._decodes = True
 
     def check_adapter(self, adapter: str | None) -> None:
         """ValueError if a request cannot run under this adapter."""

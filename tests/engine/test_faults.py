@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 from interlens.engine.engine import Engine, engine_for
 from interlens.engine.request import Request, Sampling
@@ -305,3 +306,25 @@ def test_a_copied_model_has_an_engine_of_its_own():
 def test_an_engine_of_nothing_is_refused(name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         Engine(model_of("llama"), **{name: 0})
+
+
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_a_model_of_no_table_is_tried_before_it_is_trusted(is_decoder):
+    """BertGeneration attends to what comes after, unless it is told to be a decoder."""
+    config = transformers.BertGenerationConfig(
+        vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=64, is_decoder=is_decoder,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.BertGenerationDecoder(config).eval().double()
+    prompt = (5, 6, 7, 8)
+    request = Request(tokens=prompt, sampling=Sampling(max_new_tokens=4, temperature=0, stop_ids=()))
+    for reply in Engine(model, rows=2).run([request, request]):
+        if not is_decoder:
+            assert isinstance(reply.error, UnsupportedIntervention) and "its attention looks ahead" in str(reply.error)
+            continue
+        ids = list(prompt)
+        for token in reply.tokens:
+            assert token == model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()
+            ids.append(token)
+        assert len(reply.tokens) == 4
