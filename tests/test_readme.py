@@ -1,5 +1,6 @@
 """README is true: its commands and its code run, in order, as they stand there."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.sweeps import apart
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -39,23 +42,34 @@ def test_its_links_lead_somewhere():
 
 @pytest.mark.slow
 def test_its_commands_and_code_run_in_order(tmp_path):
-    ran = []
+    """Each in a process of its own, forked from one that has imported the package."""
+    count = 0
     for language, text in blocks():
         if language == "python":
-            ran.append([sys.executable, "-c", text])
+            ran = [(code, text)]
         elif language == "bash":
             commands = [shlex.split(line, comments=True) for line in text.splitlines()]
-            ran += [[sys.executable, "-m", *command] for command in commands if command and command[0] == "sweeps"]
-    assert len(ran) >= 5
-    for command in ran:
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+            ran = [(sweeps_command, command[1:]) for command in commands if command and command[0] == "sweeps"]
+        else:
+            ran = []
+        for function, given in ran:
+            assert apart.wait(apart.start(within, tmp_path, function, given), 300) == 0, given
+            count += 1
+    assert count >= 5
     assert (tmp_path / "runs" / "small" / "report" / "index.html").is_file()
 
 
-def environment() -> dict[str, str]:
-    import os
+def within(folder, function, given):
+    os.chdir(folder)
+    return function(given)
 
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+def code(text):
+    exec(compile(text, "README.md", "exec"), {"__name__": "__main__"})
+
+
+def sweeps_command(arguments):
+    from sweeps.cli import main
+
+    sys.argv = ["sweeps", *arguments]
+    return main(arguments)

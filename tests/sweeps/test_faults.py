@@ -185,13 +185,13 @@ def test_no_replica_and_none_coming_ends_in_bounded_time_and_says_why(sweep, cap
 
 def test_random_kills_for_a_minute(sweep, model, tmp_path):
     """Replicas are killed a moment after they are ready, for as long as there is work."""
-    much = {"num_items": 50, "seeds": 4, "unit_cells": 8}
+    much = {"num_items": 24, "seeds": 4, "unit_cells": 8}
     assert driver.run(settings(model, **much), tmp_path / "undisturbed") == 0
     stop = threading.Event()
 
     def killer(sweep):
         rng, until = random.Random(0), time.monotonic() + 60
-        while time.monotonic() < until and not stop.wait(rng.uniform(0.2, 1.5)):
+        while time.monotonic() < until and not stop.wait(rng.uniform(0.2, 0.8)):
             lost = {e["replica"] for e in sweep.events if e["event"] == "lost"}
             ready = {e["replica"] for e in sweep.events if e["event"] == "ready"} - lost
             alive = [e["pid"] for e in sweep.events if e["event"] == "placed" and e["replica"] in ready]
