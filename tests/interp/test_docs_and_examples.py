@@ -1,8 +1,7 @@
 """docs/interp.md runs, in order, as it stands there; the examples run and draw."""
 
-import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -11,21 +10,26 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(command, folder):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLCONFIGDIR": str(folder)}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs a script in an empty folder, in this process; what it printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))
+
+    def run(path, *arguments):
+        monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+        runpy.run_path(str(path), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.mark.slow
-def test_the_page_runs(tmp_path):
+def test_the_page_runs(tmp_path, run):
     text = (ROOT / "docs" / "interp.md").read_text()
     code = "\n".join(re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL))
     (tmp_path / "page.py").write_text(code)
-    assert "router" not in run([sys.executable, "page.py"], tmp_path).splitlines()[0]
+    assert "router" not in run(tmp_path / "page.py").splitlines()[0]
 
 
 def test_the_page_shows_every_public_function():
@@ -39,7 +43,7 @@ def test_the_page_shows_every_public_function():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal_trace", "layer_sweep"])
-def test_the_examples_run_and_draw(name, tmp_path):
-    printed = run([sys.executable, str(ROOT / "examples" / f"{name}.py"), "--out", "picture.png"], tmp_path)
+def test_the_examples_run_and_draw(name, tmp_path, run):
+    printed = run(ROOT / "examples" / f"{name}.py", "--out", "picture.png")
     assert "layer" in printed
     assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"

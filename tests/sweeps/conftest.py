@@ -1,5 +1,8 @@
 """What many tests of sweeps start from."""
 
+import shutil
+import tempfile
+
 import pytest
 
 from sweeps import driver
@@ -18,3 +21,17 @@ def undisturbed(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     assert driver.run(settings(model, num_items=8), folder) == 0
     return contents(folder)
+
+
+@pytest.fixture
+def a_ray():
+    """A small Ray of this process's own."""
+    import ray
+
+    short = tempfile.mkdtemp(prefix="ray")  # its sockets need a short path
+    ray.init(
+        num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, _temp_dir=short, log_to_driver=False
+    )  # fmt: skip
+    yield
+    ray.shutdown()
+    shutil.rmtree(short, ignore_errors=True)

@@ -318,13 +318,15 @@ def test_the_command_refuses_what_cannot_be_in_one_line(run, capsys, given, comp
 
 
 @pytest.mark.slow
-def test_on_ray_a_recomputed_sum_is_the_same(run, capsys):
+def test_on_ray_a_recomputed_sum_is_the_same(run, capsys, request):
+    """The first starts a Ray of its own and ends it, the others use one that is there."""
     before = read_results(run.root)["moments"]
     assert cli.main(["aggregate", str(run.root), "name=moments", "replicas=2"]) == 0
     after = read_results(run.root)["moments"]
     for a, b in zip(before["moments"], after["moments"], strict=True):
         assert a["key"] == b["key"] and a["count"] == b["count"]
         assert a["total_variance"] == pytest.approx(b["total_variance"], rel=1e-12)
+    request.getfixturevalue("a_ray")
     for name in ("lda", "directions"):
         before = read_results(run.root)[name]
         assert cli.main(["aggregate", str(run.root), f"name={name}", "replicas=2"]) == 0

@@ -218,13 +218,3 @@ def test_sigterm_where_no_unit_runs_is_a_clean_stop_too(folder, point):
     assert apart.wait(process) == 4
     assert apart.wait(command(folder, SWEEPS_FAKE_PAUSE_S="0")) == 0
     assert set(ran(folder).values()) == {1}
-
-
-def test_two_drivers_on_one_folder_the_second_is_refused(folder):
-    first = command(folder, SWEEPS_FAKE_PAUSE_S="60")
-    apart.until((folder / "run.json").exists)
-    second = command(folder)
-    assert apart.wait(second) == 5
-    first.kill()
-    first.join()
-    assert apart.wait(command(folder, SWEEPS_FAKE_PAUSE_S="0")) == 0

@@ -149,7 +149,7 @@ def test_a_cell_that_kills_its_process_ends_alone_and_the_others_as_undisturbed(
 
 
 def test_a_cell_that_hangs_is_found_by_its_stillness(sweep):
-    assert sweep(items(3, i1="hang"), seeds=1, unit_cells=2, cluster={"stall_s": 1.5}) == 3
+    assert sweep(items(3, i1="hang"), seeds=1, unit_cells=1, cluster={"stall_s": 1.5}) == 3
     held, failed = sweep.settled()
     assert len(held) == 2 and len(failed) == 1
 

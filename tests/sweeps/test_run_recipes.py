@@ -1,8 +1,6 @@
 """The recipes of docs/data.md are run, one after the other, on a run folder."""
 
 import re
-import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -47,22 +45,12 @@ def test_every_recipe_runs(root, capsys):
 
 
 @pytest.mark.slow
-def test_ray_reads_a_table(root):
-    import ray
-
-    short = tempfile.mkdtemp(prefix="ray")  # its sockets need a short path
-    ray.init(
-        num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, _temp_dir=short, log_to_driver=False
-    )  # fmt: skip
-    try:
-        run = sweeps.open(root)
-        (recipe,) = [recipe for recipe in RECIPES if "to_ray_dataset" in recipe]
-        shared = {"run": run}
-        exec(recipe, shared)
-        assert shared["tokens"].count() == run.table("messages").num_rows
-        found = run.to_ray_dataset("records", ["cell", "layer"]).to_pandas()
-        assert len(found) == 72 and set(found["layer"]) == {16, 20}
-        assert run.to_ray_dataset("messages").count() == run.table("messages").num_rows
-    finally:
-        ray.shutdown()
-        shutil.rmtree(short, ignore_errors=True)
+def test_ray_reads_a_table(root, a_ray):
+    run = sweeps.open(root)
+    (recipe,) = [recipe for recipe in RECIPES if "to_ray_dataset" in recipe]
+    shared = {"run": run}
+    exec(recipe, shared)
+    assert shared["tokens"].count() == run.table("messages").num_rows
+    found = run.to_ray_dataset("records", ["cell", "layer"]).to_pandas()
+    assert len(found) == 72 and set(found["layer"]) == {16, 20}
+    assert run.to_ray_dataset("messages").count() == run.table("messages").num_rows
