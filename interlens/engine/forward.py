@@ -8,6 +8,7 @@ absolute positions.
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,12 @@ from .slabs import Slabs, Window
 
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
 """By how much logits of one text may differ between two ways to feed it, in units of their norm; a router may tip over."""
+
+
+def _apart(logits: Tensor, others: Tensor) -> float:
+    """How far logits [N, V] are from others, in units of what they say: what all tokens share says nothing."""
+    a, b = (x.double() - x.double().mean(-1, keepdim=True) for x in (logits, others))
+    return ((a - b).norm() / b.norm()).item()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +68,7 @@ class Forward:
         config = getattr(model, "config", None)
         self.config: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
         self.vocab_size = int(self.config.vocab_size)
-        self.context_limit = int(getattr(self.config, "max_position_embeddings", None) or 1 << 30)
+        self.context_limit, self.why_limited = context_limit(self.config)
         self._mask_types = _mask_types(self.config)
         self.forkable = self._mask_types is not None and not getattr(model, "_is_stateful", False)
         """False for families whose state cannot be cut or copied: they get one row and a cache of transformers' own."""
@@ -84,7 +91,11 @@ class Forward:
         heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
         if heads is None:
             return 1 << 40
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        try:
+            width = getattr(config, "head_dim", None)
+        except Exception:  # transformers refuses to say where layers differ
+            width = max(int(v) for k, v in config.to_dict().items() if k.endswith("head_dim") and isinstance(v, int))
+        width = width or config.hidden_size // config.num_attention_heads
         size = 2 * config.num_hidden_layers * heads * width * torch.empty(0, dtype=self.dtype).element_size()
         return max(4096, free // 2 // size)
 
@@ -110,20 +121,40 @@ class Forward:
             self._check_decoding()
 
     def _check_decoding(self) -> None:
-        """UnsupportedIntervention if tokens fed through the cache do not give the logits of one forward over all of them."""
-        ids, slabs = [n % self.vocab_size for n in range(3, 10)], Slabs()
-        slabs.resize(1, len(ids))
-        spans = [(0, 4), *((at, at + 1) for at in range(4, len(ids)))]
-        batches = [Batch(first=0, ids=[ids], starts=[a], stops=[b], floors=[0], all_logits=True) for a, b in spans]
-        with torch.no_grad(), per_row(self.model, ()):
-            whole = self.model(input_ids=torch.tensor([ids], device=self.device), return_dict=True).logits[0].double()
-        fed = torch.cat([self(batch, slabs)[0] for batch in batches]).double()
-        off = ((fed - whole).norm() / whole.norm()).item()
+        """UnsupportedIntervention unless rows of unequal length, fed in pieces, get the logits of a forward over each."""
+        longest = min(300, self.context_limit)
+        texts = [[(7 * n + 3) % self.vocab_size for n in range(size)] for size in (min(24, longest), longest)]
+        slabs = Slabs()
+        slabs.resize(2, longest)
+        bounds = [(0, len(ids) // 2, len(ids) - 1, len(ids)) for ids in texts]
+        try:
+            off = 0.0
+            with torch.no_grad():
+                fed = [
+                    self(
+                        Batch(first=0, ids=texts, starts=starts, stops=stops, floors=[0, 0], adapters=(None, None)),
+                        slabs,
+                    )[:, -1]
+                    for starts, stops in itertools.pairwise(zip(*bounds, strict=True))
+                ]
+                for row, ids in enumerate(texts):
+                    with per_row(self.model, (None,)):
+                        inputs = torch.tensor([ids], device=self.device)
+                        whole = self.model(input_ids=inputs, return_dict=True).logits[0]
+                    at = [stop - 1 for stop in bounds[row][1:]]
+                    off = max(off, _apart(torch.stack([logits[row] for logits in fed]), whole[at]))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise UnsupportedIntervention(
+                f"{type(self.model).__name__} has no table here, and cannot be run by rows of unequal length: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         if not off < _ROUNDING[self.dtype]:
             raise UnsupportedIntervention(
-                f"{type(self.model).__name__} has no table here, and tokens fed to it one by one give other logits than "
-                f"one forward over them (off by {off:.1%}): its attention looks ahead, or its cache is of its own kind. "
-                "If it is a decoder, set is_decoder=True in its config; else use a causal language model"
+                f"{type(self.model).__name__} has no table here, and two rows fed to it in pieces get other logits than "
+                f"a forward over each (off by {off:.1%}): it attends to what comes after (a decoder needs "
+                "is_decoder=True in its config), or takes positions or windows from its own cache. Use another model"
             )
         self._decodes = True
 
@@ -208,6 +239,30 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     signs = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+UNLIMITED = 1 << 30
+
+
+def context_limit(config) -> tuple[int, str]:
+    """How many positions a row may have, and why not more where that is not plain.
+
+    Rotary scalings that look at the longest row of a batch would make rows depend on each other beyond the length that
+    the model was first trained on.
+    """
+    limit = int(getattr(config, "max_position_embeddings", None) or 0)
+    limit, why = limit if limit > 0 else UNLIMITED, ""
+    given = getattr(config, "rope_parameters", None) or {}
+    for rope in (given, *given.values()):
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        if kind in ("longrope", "dynamic"):
+            first = rope.get("original_max_position_embeddings")
+            first = first or getattr(config, "original_max_position_embeddings", None) or limit
+            limit, why = (
+                min(limit, int(first)),
+                f" (beyond them its {kind} scaling would look at the batch's longest row)",
+            )
+    return limit, why
 
 
 def _mask_types(config) -> dict[str, int | None] | None:

@@ -33,7 +33,9 @@ def resolve(forward: Forward, ticket: Ticket) -> Row:
         raise ValueError(f"token ids {outside[:5]} are outside the vocabulary of {forward.vocab_size}")
     limit = forward.context_limit
     if len(sequence) > limit:
-        raise ValueError(f"{len(sequence)} tokens do not fit the model's {limit} positions; shorten the context")
+        raise ValueError(
+            f"{len(sequence)} tokens do not fit the model's {limit} positions{forward.why_limited}; shorten the context"
+        )
     forward.check_model()
     forward.check_adapter(request.adapter)
     edits = [_edit(forward.model, sequence, spec) for spec in request.interventions]

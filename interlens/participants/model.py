@@ -80,9 +80,12 @@ class ModelParticipant(Participant):
     @property
     def context_limit(self) -> int | None:  # ty: ignore[incompatible-property-override]
         """Tokens the model can attend to; None if its configuration does not say."""
+        from ..engine.forward import UNLIMITED, context_limit
+
         config = getattr(self.model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        return getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+        limit, _ = context_limit(text)
+        return limit if limit < UNLIMITED else None
 
     @property
     def num_layers(self) -> int | None:

@@ -321,10 +321,45 @@ def test_a_model_of_no_table_is_tried_before_it_is_trusted(is_decoder):
     request = Request(tokens=prompt, sampling=Sampling(max_new_tokens=4, temperature=0, stop_ids=()))
     for reply in Engine(model, rows=2).run([request, request]):
         if not is_decoder:
-            assert isinstance(reply.error, UnsupportedIntervention) and "its attention looks ahead" in str(reply.error)
+            assert isinstance(reply.error, UnsupportedIntervention) and "attends to what comes after" in str(
+                reply.error
+            )
             continue
         ids = list(prompt)
         for token in reply.tokens:
             assert token == model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()
             ids.append(token)
         assert len(reply.tokens) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["GPTNeo", "Moshi"])
+def test_masks_of_a_models_own_are_found_before_they_change_rows(kind, dtype):
+    """GPT-Neo cuts its window by column, Moshi names a window and applies none: rows of unequal length would differ."""
+    common = dict(vocab_size=100, hidden_size=32, max_position_embeddings=512)
+    config = {
+        "GPTNeo": dict(common, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=128),
+        "Moshi": dict(common, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64, sliding_window=64, head_dim=8),
+    }[kind]
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**config))
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.2) if weight.dim() > 1 else None
+    (reply,) = Engine(model.eval().to(dtype)).run([Request(tokens=(5, 6, 7), sampling=Sampling(max_new_tokens=2))])
+    assert isinstance(reply.error, UnsupportedIntervention) and "windows from its own cache" in str(reply.error)
+
+
+def test_a_scaling_that_looks_at_the_longest_row_ends_where_it_begins():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0, 5.0, 7.0, 9.0],
+            "original_max_position_embeddings": 32}  # fmt: skip
+    model = tiny("phi3", sliding_window=None, rope_parameters=rope, original_max_position_embeddings=32)
+    asked = [
+        Request(tokens=tuple(range(3, 3 + n)), sampling=Sampling(max_new_tokens=8, temperature=0)) for n in (10, 60)
+    ]
+    alone = Engine(model).run(asked[:1])[0]
+    beside, long = Engine(model).run(asked)
+    assert beside.tokens == alone.tokens and "longrope scaling would look at the batch's longest row" in str(long.error)
+    assert (
+        len(Engine(model).run([Request(tokens=tuple(range(3, 33)), sampling=Sampling(max_new_tokens=9))])[0].tokens)
+        == 2
+    )
