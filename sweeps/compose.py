@@ -11,6 +11,7 @@ from typing import Any
 from .config import ConfigError, SweepConfig, build, did_you_mean
 from .grid import axes, with_controls
 
+QUOTING = "write key=value, and quote values with blanks, commas or parentheses, as in \"key='message(0)'\""
 GROUPS = ("model", "scenario", "capture", "intervention", "grid", "aggregate", "cluster", "experiment", "debug")
 
 
@@ -59,9 +60,7 @@ def relaxed(overrides: list[str]) -> list[str]:
 def _is_plain_key(override: str) -> bool:
     key, equals, value = override.partition("=")
     if equals and not key.strip():
-        raise ConfigError(
-            f"cannot read the override {override!r}; write key=value, and quote values with blanks or commas"
-        )
+        raise ConfigError(f"cannot read the override {override!r}; {QUOTING}")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key):
         return False
     if key in GROUPS and ("{" in value or any(re.fullmatch(r"[\d.\s-]+", v) for v in value.strip("[]").split(","))):
@@ -82,7 +81,7 @@ def explain(error: Exception) -> str:
         return f"{key[1]!r} is set below a list; name an entry of it by number, as in capture.0.{key[1]}=..."
     if "override_grammar" in text:
         shown = str(getattr(error, "override", None) or str(error).split("\n")[0]).lstrip("+")
-        return f"cannot read the override {shown!r}; write key=value, and quote values with blanks or commas"
+        return f"cannot read the override {shown!r}; {QUOTING}"
     if isinstance(error, YAMLError):
         mark = getattr(error, "problem_mark", None)
         at = f"line {mark.line + 1} of {mark.name!r}" if mark else "a file"

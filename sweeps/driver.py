@@ -83,6 +83,9 @@ def run(
             reach("driver.leased")
             entered = enter(config, root, lease.confirm) if enter else folder.enter(config, root, lease.confirm, units)
             reach("driver.planned")
+            if entered.state != "new" and (others := folder.other_aggregates(config, root)):
+                progress.say(f"aggregates that this folder was not begun with: {', '.join(others)}; "
+                             f"`sweeps aggregate {root} name=... kind=...` computes others from what is stored")  # fmt: skip
             progress.event("started", found=entered.state, new_cells=entered.new_cells, command=_command())
             return Driver(config, root, progress, lease, replica).run()
     except Stop as stop:

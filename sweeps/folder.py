@@ -80,6 +80,12 @@ def enter(
     return Entered(state="new", num_cells=count, new_cells=count)
 
 
+def other_aggregates(config: SweepConfig, root: Path | Remote) -> list[str]:
+    """Names of the aggregates that are not, or not so, in the configuration the folder was begun with."""
+    begun = store.read_yaml(root, "config-0.yaml").get("aggregate") or []
+    return [entry["name"] for entry in config.to_dict()["aggregate"] if entry not in begun]
+
+
 def _check_space(config: SweepConfig, root: Path | Remote) -> None:
     missing = estimate.missing_bytes(config, root)
     if missing and not config.run.force:

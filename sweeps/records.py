@@ -194,6 +194,11 @@ class Records(ABC):
 
 def _expression(where: Any, filters: Mapping[str, Any], known: Sequence[str]) -> Any:
     """Filters as a pyarrow expression: a value, any of several, or None for null."""
+    if where is not None and not isinstance(where, pc.Expression):
+        raise TypeError(
+            f"where is {where!r}; it must be a pyarrow expression, such as pyarrow.compute.field('layer') > 8 "
+            "(texts as in `sweeps export --where` choose there, and in aggregates)"
+        )
     expression = where
     for name, value in filters.items():
         if name not in known:

@@ -43,7 +43,7 @@ def verify(root: str | Path | Remote, *, deep: bool = False) -> Verdict:
     """Check that every planned cell is in exactly one state and every committed file is there with its size and rows.
 
     `deep` also rehashes every file and reads every row: tokens of records against those of their messages, spans
-    against rows, addresses against tensors. Reads only; one unit at a time.
+    against rows, addresses against tensors. What `sweeps capture` added is looked at too. Reads only; a unit at a time.
     """
     run = Run(root)
     found = Verdict()
@@ -60,6 +60,11 @@ def verify(root: str | Path | Remote, *, deep: bool = False) -> Verdict:
     strange = sorted(foreign(run))
     if strange:
         found.notes.append(f"{len(strange)} files that no run writes, such as {strange[0]} (left alone)")
+    for added in run.captures:
+        inside = verify(added.root, deep=deep)
+        where = f"captures/{added.root.name}"
+        found.problems += [f"{where}: {problem}" for problem in inside.problems]
+        found.notes += [f"{where}: {note}" for note in inside.notes]
     found.counts = {
         "commits": len(commits), "files": sum(len(c.files) for c in commits), **found.counts,
         **{f"cells {state}": count for state, count in run.counts.items()},

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..config import ConfigError
 from ..grid import conditions
+from ..items import find as items_file
+from ..items import read as read_items
 from ..places import place
 from .expressions import Expression
 
@@ -87,16 +91,41 @@ def short_names(axes: Sequence[str]) -> dict[str, str]:
     return {short: path for short, path in pairs if shorts.count(short) == 1 and short not in (*FIXED, *axes)}
 
 
-def check_known(names: Iterable[str], axes: Sequence[str], source: str, labels: bool = False) -> None:
-    """ValueError for a name that no cell of this configuration has; item and outcome columns are taken on trust."""
+def check_known(names: Iterable[str], config: Any, source: str, labels: bool = False) -> None:
+    """ValueError for a name that no cell of this configuration has; outcome columns are taken on trust, and those of
+    items whose file is not here."""
+    axes = [axis.path for axis in config.grid]
     known = {*FIXED, *axes, *short_names(axes), *(f"message.{name}" for name in MESSAGE)}
-    trusted = ("item.", "outcome.", "label.") if labels else ("item.", "outcome.")
-    for name in sorted(names):
-        if name not in known and not name.startswith(trusted):
-            hint = ", label.<column> (with labels: FILE)" if name.startswith("label.") else ""
-            raise ValueError(
-                f"no column {name!r} in {source!r}; there are: {', '.join(sorted(known))}, item.<column>{hint}"
-            )
+    trusted = ("outcome.", "label.") if labels else ("outcome.",)
+    names = sorted(names)
+    items = _item_columns(config.scenario.source) if any(name.startswith("item.") for name in names) else None
+    for name in names:
+        if name in known or name.startswith(trusted) or (name.startswith("item.") and items is None):
+            continue
+        if name.startswith("item.") and items is not None:
+            if name.removeprefix("item.") not in items:
+                raise ValueError(f"no column {name!r} in {source!r}; items have: {', '.join(sorted(items))}")
+            continue
+        hint = ", label.<column> (with labels: FILE)" if name.startswith("label.") else ""
+        raise ValueError(
+            f"no column {name!r} in {source!r}; there are: {', '.join(sorted(known))}, item.<column>{hint}"
+        )
+
+
+def _item_columns(source: Any) -> frozenset[str] | None:
+    """Columns that some item has; None where the rows cannot be read now."""
+    try:
+        if isinstance(source, str) and not source.startswith("run:"):
+            path = items_file(source)
+            return _columns_of(str(path), path.stat().st_mtime_ns)
+        return frozenset().union(*read_items(source))
+    except (ConfigError, OSError):
+        return None
+
+
+@lru_cache(maxsize=4)
+def _columns_of(path: str, changed: int) -> frozenset[str]:
+    return frozenset().union(*read_items(path))
 
 
 def check_met(expression: Expression, grid: Sequence[Any], most: int = 10_000) -> None:

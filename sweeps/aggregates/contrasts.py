@@ -67,13 +67,12 @@ class ContrastFit:
 
     def check(self, config: Any) -> None:
         """ValueError if an expression or the split names a column that no cell of `config` will have."""
-        axes = [axis.path for axis in config.grid]
-        check_known(self.contrast.names, axes, self.contrast.source, self.labels is not None)
-        check_known([self.split], axes, f"split: {self.split}", self.labels is not None)
+        check_known(self.contrast.names, config, self.contrast.source, self.labels is not None)
+        check_known([self.split], config, f"split: {self.split}", self.labels is not None)
         for side in (self.contrast.positive, self.contrast.negative):
             check_met(side, config.grid)
         if self.where is not None:
-            check_known(self.where.names, axes, self.where.source, self.labels is not None)
+            check_known(self.where.names, config, self.where.source, self.labels is not None)
             check_met(self.where, config.grid)
         if self.labels is not None:
             read_labels(self.labels)

@@ -47,6 +47,7 @@ class DifferenceOfMeans(ContrastFit, RecordSum):
             removed = [moments.get(f"{place.key}|{side}{REMOVED}") for side in SIDES]
             entry, direction = _entry(place, sides)
             entry["removed"] = sum(m.count for m in removed if m)
+            entry["non_finite"] += sum(m.non_finite for m in removed if m)
             entries.append(entry)
             if direction is not None:
                 entry["tensor"] = names[place]

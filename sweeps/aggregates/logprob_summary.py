@@ -32,7 +32,7 @@ class LogprobSummary(MomentsSum):
     def check(self, config: Any) -> None:
         """ValueError if `by` names a column that no cell will have, or no logprobs will be recorded."""
         if self.by is not None:
-            check_known(self.by, [axis.path for axis in config.grid], f"by: {', '.join(self.by)}")
+            check_known(self.by, config, f"by: {', '.join(self.by)}")
         if not config.scenario.logprobs:
             raise ValueError("no logprobs will be recorded; set scenario.logprobs=true")
 

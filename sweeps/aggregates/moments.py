@@ -52,8 +52,12 @@ class RowMoments(RecordSum):
 
     def check(self, config: Any) -> None:
         """ValueError if a column is one that no cell of `config` will have."""
-        axes = [axis.path for axis in config.grid]
-        check_known(self.names(), axes, f"by: {', '.join(self.by)}", self.labels is not None)
+        check_known(
+            self.names(),
+            config,
+            self.where.source if self.where else f"by: {', '.join(self.by)}",
+            self.labels is not None,
+        )
 
     def names(self) -> set[str]:
         return {*self.by, *(self.where.names if self.where else ())}
@@ -76,9 +80,9 @@ class RowMoments(RecordSum):
                     **place.columns(),
                     "by": json.loads(key.partition("|")[2]),
                     "count": found.count,
-                    "non_finite": found.non_finite,
+                    "non_finite": found.non_finite + (removed.non_finite if removed else 0),
                     "removed": removed.count if removed else 0,
-                    "removed_mean_norm": float(removed.mean[0]) if removed else None,
+                    "removed_mean_norm": float(removed.mean[0]) if removed and removed.count else None,
                     "norm_of_mean": float(np.linalg.norm(found.mean)),
                     "rms_norm": rms_norm(found),
                     "total_variance": float(np.trace(spread) if self.covariance else spread.sum()),

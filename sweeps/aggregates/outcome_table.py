@@ -3,11 +3,13 @@
     outcome_table: {rows: layers, columns: tokens, measures: [clean], by: [item.kind], where: "opening == 'corrupt'"}
 
 What an axis swept together with another shows as a surface: a causal trace over layers and positions, doses by layers.
-Intervals are by bootstrap over items. `by` makes a table for each value of other columns.
+Intervals are by bootstrap over items. Outcomes that are NaN or infinite are left out and counted (`non_finite`). `by`
+makes a table for each value of other columns.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -34,11 +36,10 @@ class OutcomeTable:
 
     def check(self, config: Any) -> None:
         """ValueError for a column that no cell has."""
-        axes = [axis.path for axis in config.grid]
         given = [name for name in (self.rows, self.columns, *self.by) if name is not None]
-        check_known(given, axes, ", ".join(given))
+        check_known(given, config, ", ".join(given))
         if self.where is not None:
-            check_known(self.where.names, axes, self.where.source)
+            check_known(self.where.names, config, self.where.source)
 
     def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]:
         """Means with intervals, per measure and value of `by` (that of most cells first), in the order of the axes."""
@@ -57,12 +58,15 @@ class OutcomeTable:
         found = columns(run, table, [*names, *(self.where.names if self.where else ())])
         kept = np.ones(table.num_rows, bool) if self.where is None else evaluated(found, self.where).astype(bool)
         values: dict[tuple, list[tuple[str, float]]] = defaultdict(list)
-        keys = list(zip(*(found[name].to_pylist() for name in names), strict=True))
+        keys = list(zip(*([_no_nan(v) for v in found[name].to_pylist()] for name in names), strict=True))
+        left_out = 0
         for measure in measures:
             for keep, key, item, value in zip(
                 kept, keys, table["item"].to_pylist(), table[measure].to_pylist(), strict=True
             ):
-                if keep and value is not None:
+                if keep and value is not None and not math.isfinite(value):
+                    left_out += 1
+                elif keep and value is not None:
                     levels = key if column is not None else (key[0], None, *key[1:])
                     values[measure, *levels].append((item, float(value)))
         sizes = Counter[tuple]()
@@ -71,7 +75,7 @@ class OutcomeTable:
         groups = sorted(sizes, key=lambda g: (measures.index(g[0]), -sizes[g], *map(str, g[1:])))
         return {
             "kind": "outcome_table", "rows": row, "columns": column, "where": self.where and self.where.source,
-            "row_levels": self._levels(run, axes, row, [key[1] for key in values]),
+            "non_finite": left_out, "row_levels": self._levels(run, axes, row, [key[1] for key in values]),
             "column_levels": self._levels(run, axes, column, [key[2] for key in values]),
             "tables": [
                 {"measure": group[0], "by": dict(zip(self.by, group[1:], strict=True)),
@@ -98,6 +102,11 @@ class OutcomeTable:
     def _mean(self, of: Sequence[tuple[str, float]]) -> dict[str, float]:
         items, values = zip(*of, strict=True)
         return mean_interval(np.array(values), items, draws=self.draws).summary()
+
+
+def _no_nan(value: Any) -> Any:
+    """None for NaN, which equals nothing, not even itself."""
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _text(level: Any, labels: Sequence[Any]) -> str:

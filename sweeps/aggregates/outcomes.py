@@ -12,6 +12,7 @@ response for each: where the direction is an axis (`controls:` of an interventio
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -160,7 +161,7 @@ class Outcomes(MomentsSum):
         values: dict[str, dict[str, float]] = {}
         for name in names:
             for cell, value in zip(table.column("cell").to_pylist(), table.column(name).to_pylist(), strict=True):
-                if isinstance(value, int | float) and not isinstance(value, bool):
+                if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
                     values.setdefault(name, {})[cell] = float(value)
         return values
 

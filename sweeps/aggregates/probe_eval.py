@@ -43,7 +43,7 @@ class ProbeEval(MessageFit):
     def check(self, config: Any) -> None:
         super().check(config)
         if self.transfer is not None:
-            check_known([self.transfer], [axis.path for axis in config.grid], f"transfer: {self.transfer}")
+            check_known([self.transfer], config, f"transfer: {self.transfer}")
 
     def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]:
         by_site: dict[tuple, list[Labelled]] = {}

@@ -65,6 +65,9 @@ def _finished(run: Any, aggregate: Sum, stored: bool) -> dict[str, Any]:
 def _write(root: store.Root, name: str, result: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     tensors, arrays = result.pop("tensors", {}), result.pop("arrays", {})
     result = {"name": name, "options": options, **result}
+    for written, kind in ((tensors, "safetensors"), (arrays, "arrays.safetensors")):
+        if not written:
+            store.delete(root, f"aggregates/{name}.{kind}")  # of an earlier question
     if tensors:
         described = {key: value for key, value in result.items() if key not in ("cosines", "means")}
         provenance = {"run": str(root), "aggregate": name, **_plain(described)}

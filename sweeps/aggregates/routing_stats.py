@@ -46,7 +46,7 @@ class RoutingSums:
         if not any("router" in c.sites and c.pool is None for c in config.capture):
             raise ValueError("no routing will be recorded; capture site router without a pool")
         if self.by is not None:
-            check_known(self.by, [axis.path for axis in config.grid], f"by: {', '.join(self.by)}")
+            check_known(self.by, config, f"by: {', '.join(self.by)}")
 
     def zero(self) -> State:
         return {}

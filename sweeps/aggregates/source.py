@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 POOLS = ("mean", "last", "max", None)
 PHASES = ("prompt", "reasoning", "answer")
 WEIGHTS = ("token", "message")
+UNCOUNTED = "weight: token, but a stored mean does not say how many tokens are in it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,7 @@ class Source:
         removed = None
         times = np.asarray(num_pooled, float) if "num_pooled" in self.columns else None
         if times is not None and np.isnan(times).any():
-            raise ValueError("weight: token, but a stored mean does not say how many tokens are in it")
+            raise ValueError(UNCOUNTED)
         if self.max_norm is not None:
             rows = as_float64(rows)
             found = norm_filter(rows, max_norm=self.max_norm)

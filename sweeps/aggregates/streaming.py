@@ -14,7 +14,7 @@ from interlens.statistics import CHUNK_VALUES, GroupedMoments, Moments
 from . import CellResult, State
 from .columns import cell_columns, columns, grouped, record_columns
 from .places import Place, taken
-from .source import Source
+from .source import UNCOUNTED, Source
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -155,7 +155,8 @@ class RecordSum(MomentsSum):
 
     @staticmethod
     def _kept(key: str, rows: Any, weights: Any, removed: Any) -> Keyed:
-        yield key, rows, weights
+        if len(rows) or removed is not None:
+            yield key, rows, weights
         if removed is not None:
             yield key + REMOVED, removed
 
@@ -180,6 +181,8 @@ class _Rows:
         groups[at] = self.names if single else np.repeat(self.names, lengths)
         if self.num_pooled is None:
             return groups, None
+        if np.isnan(self.num_pooled.astype(float)).any():
+            raise ValueError(UNCOUNTED)
         weights = np.zeros(len(groups))
         weights[at] = np.repeat(self.num_pooled, lengths)
         return groups, weights

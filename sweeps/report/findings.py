@@ -207,28 +207,23 @@ def _outcome_table(result: dict[str, Any]) -> list[str]:
     found = next((found for found in result["tables"] if found["cells"]), None)
     if found is None:
         return []
-    largest: dict[Any, dict[str, Any]] = {}
-    for cell in sorted(found["cells"], key=lambda cell: result["row_levels"].index(cell["row"])):
-        held = largest.get(cell["column"])
-        if held is None or cell["mean"]["value"] > held["mean"]["value"]:
-            largest[cell["column"]] = cell
-    told = f"{result['name']}: {table_title(found)}"
-    ranked = sorted(largest.values(), key=lambda cell: -cell["mean"]["value"])
-    top = [cell for cell in ranked[:3] if cell["mean"]["value"] > min(c["mean"]["value"] for c in found["cells"])]
-    if not top:
-        return [f"{told}, is {number(ranked[0]['mean']['value'])} everywhere."]
-    rows, columns = (str(result[side]).rsplit(".", 1)[-1] for side in ("rows", "columns"))
-    where = [
-        f"{interval(cell['mean'], 2)} at {rows} {number(cell['row'])}"
-        + (f", {columns} {number(cell['column'])}" if result["columns"] is not None else "")
-        for cell in top
-    ]
-    rest = (
-        f"; for other {columns} at most {number(ranked[len(top)]['mean']['value'], 2)}"
-        if len(ranked) > len(top)
-        else ""
-    )
-    return [f"{told}, is largest with {'; '.join(where)}{rest}."]
+    order, columns = result["row_levels"].index, list(dict.fromkeys(cell["column"] for cell in found["cells"]))
+    lowest = min(cell["mean"]["value"] for cell in found["cells"])
+    told, where, others = f"{result['name']}: {table_title(found)}", [], []
+    row, column = (str(result[side]).rsplit(".", 1)[-1] for side in ("rows", "columns"))
+    for at in columns:
+        cells = sorted((cell for cell in found["cells"] if cell["column"] == at), key=lambda cell: order(cell["row"]))
+        most = max(cell["mean"]["value"] for cell in cells)
+        first = [cell for cell in cells if cell["mean"]["value"] == most]
+        rows = "every" if len(first) == len(cells) > 1 else ", ".join(number(cell["row"]) for cell in first)
+        said = f"{interval(first[0]['mean'], 2)} at {row} {rows}" + f" with {column} {number(at)}" * (at is not None)
+        (where if most > lowest else others).append((most, said))
+    if not where:
+        return [f"{told} is {number(lowest)} everywhere."]
+    where.sort(key=lambda pair: -pair[0])
+    rest = max((most for most, _ in [*where[3:], *others]), default=None)
+    end = "" if rest is None else f"; for other {column} at most {number(rest, 2)}"
+    return [f"{told} is largest with {'; '.join(said for _, said in where[:3])}{end}."]
 
 
 KINDS = {"lda": "LDA", "logistic": "Logistic regression"}

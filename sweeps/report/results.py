@@ -216,6 +216,8 @@ def outcome_table(result: Result) -> Markup:
     parts: list[Any] = []
     if result.get("where"):
         parts.append(tag("p", "Cells where ", tag("code", result["where"]), "."))
+    if left_out := result.get("non_finite"):
+        parts.append(tag("p", f"{number(left_out)} outcomes that are NaN or infinite are left out.", class_="warning"))
     for found in result["tables"]:
         parts.append(tag("h3", table_title(found)))
         counts = sorted({cell["count"] for cell in found["cells"]})

@@ -170,3 +170,34 @@ def test_impossible_choices_are_refused(tmp_path, options, complaint):
     given = {"kind": "difference_of_means", "contrast": CONTRAST, **options}
     with pytest.raises(ConfigError, match=complaint):
         talk.config(tmp_path, aggregate={"x": given})
+
+
+def built(kind, **options):
+    return aggregates.build([AggregateConfig(name=kind, options=options)])[0]
+
+
+def alone(run, made, *records):
+    """The finished moments of one cell with these records."""
+    cell, state = run.kept[0]["cell"], made.zero()
+    made.add(state, CellResult(cell=cell, item_row={"id": cell.item}, messages=[], records=list(records)))
+    return made.finish(state)["moments"]
+
+
+@pytest.mark.parametrize("weight", ["token", "message"])
+def test_rows_that_are_no_numbers_are_counted_whatever_filters(run, weight):
+    rows = np.ones((3, 8), np.float32)
+    rows[1], rows[2, 0] = np.nan, np.inf
+    *_, unpooled = of(rows, rows[:2], (0, 3))
+    for limit in (None, 100.0):
+        made = built("moments", by="framing", pool=None, weight="token", max_norm=limit)
+        (entry,) = alone(run, made, unpooled)
+        assert (entry["count"], entry["non_finite"], entry["removed"]) == (1, 2, 0)
+        assert entry["removed_mean_norm"] is None
+    (entry,) = alone(run, built("moments", by="framing", pool=None, weight=weight, max_norm=2.0), unpooled)
+    assert entry["removed"] == 1 and entry["non_finite"] == 2
+
+
+def test_streamed_and_recomputed_have_the_same_entries_where_a_phase_is_empty(run):
+    rows = np.ones((3, 8), np.float32)
+    *_, unpooled = of(rows, rows[:2], (0, 3))
+    assert alone(run, built("moments", by="framing", pool=None, phase="reasoning"), unpooled) == []

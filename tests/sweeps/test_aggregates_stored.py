@@ -331,3 +331,18 @@ def test_on_ray_a_recomputed_sum_is_the_same(run, capsys, request):
         before = read_results(run.root)[name]
         assert cli.main(["aggregate", str(run.root), f"name={name}", "replicas=2"]) == 0
         assert read_results(run.root)[name]["directions"] == before["directions"]
+
+
+def test_a_new_question_without_an_answer_leaves_no_old_direction(run):
+    arguments = ["aggregate", str(run.root), "name=asked", "kind=difference_of_means"]
+    assert cli.main([*arguments, "contrast=framing == 'warm' vs framing == 'cold'"]) == 0
+    file = run.root / "aggregates" / "asked.safetensors"
+    assert file.is_file()
+    assert cli.main([*arguments, "contrast=item == 'nobody' vs framing == 'cold'"]) == 0
+    assert not file.exists() and read_results(run.root)["asked"]["directions"][0]["num_pos"] == 0
+
+
+def test_a_column_that_no_item_has_is_refused(run, capsys):
+    arguments = ["aggregate", str(run.root), "name=asked", "kind=moments", "where=item.nosuch == 1"]
+    assert cli.main(arguments) == 1
+    assert "no column 'item.nosuch' in 'item.nosuch == 1'; items have: " in capsys.readouterr().err

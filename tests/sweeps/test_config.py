@@ -98,6 +98,8 @@ def test_what_is_loaded_travels_as_plain_values():
     ([*BASE, "intervention=steer", "intervention.participants=[bob]", "intervention.direction=run:no/run:residual:3"],
      "no run folder 'no/run'"),
     (["experiment=enthusiasm", "capture.tokens=prompt"], "'tokens' is set below a list; name an entry of it by number"),
+    (["experiment=enthusiasm", "aggregate.directions.contrast=\"item.topc == 'tea' vs item.topic == 'rain'\""],
+     "no column 'item.topc' in \"item.topc == 'tea' vs item.topic == 'rain'\"; items have: id, topic"),
     (["capture=[{}]"], "capture is a group: choose capture=<answer_mean, none>"),
     (["a b"], "write key=value"),
     ([*BASE, "inputs.x=1"], "unknown key 'inputs'"),

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sweeps import driver, store
+from sweeps import driver, show, store
 from sweeps import run as reader
 from sweeps.compose import from_plain
 from sweeps.config import ConfigError
@@ -145,6 +145,8 @@ def test_unequal_lengths_fail_the_cell_with_both(model, tmp_path):
     errors = run.table("failures")["error"].to_pylist()
     assert len(errors) == 2 and run.counts["done"] == 2
     assert all("prompt tokens here and" in e and "in the donor; they must be as many" in e for e in errors)
+    shown = show.text(run, run.table("failures")["cell"][0].as_py())
+    assert "failed after 1 attempts: " in shown and errors[0] in shown
 
 
 def test_a_failed_donor_fails_its_recipients_and_a_retry_runs_both(model, plain, tmp_path, monkeypatch):

@@ -220,3 +220,9 @@ def test_aggregates_read_what_capture_added(model, tmp_path):
     for name in ("residual.0", "residual.2"):
         torch.testing.assert_close(later.directions()[name], at_once.directions()[name], atol=1e-4, rtol=0)
     assert set(later.directions("lda")) == {"residual.0", "residual.2"}
+    assert verify(later.root, deep=True).ok
+    file = min((later.root / "captures").rglob("activations/**/*.safetensors"))
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    found = verify(later.root, deep=True)
+    assert found.problems[0].startswith("captures/") and "sha256" in found.problems[0]
