@@ -42,8 +42,8 @@ def test_the_page_shows_every_public_function():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["causal_trace", "layer_sweep"])
-def test_the_examples_run_and_draw(name, tmp_path, run):
-    printed = run(ROOT / "examples" / f"{name}.py", "--out", "picture.png")
+@pytest.mark.parametrize(("name", "more"), [("causal_trace", ("--every", "3")), ("layer_sweep", ())])
+def test_the_examples_run_and_draw(name, more, tmp_path, run):
+    printed = run(ROOT / "examples" / f"{name}.py", "--out", "picture.png", *more)
     assert "layer" in printed
     assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
