@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .PHONY: help setup demo test lint format bench
 
 PY := .venv/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 SETUP := .venv/.installed
 
 help:
