@@ -344,7 +344,7 @@ def test_every_metric_can_be_scraped_while_a_sweep_runs(sweep, cluster, monkeypa
             time.sleep(0.3)
 
     thread = sweep.later(scrape)
-    assert sweep(items(60), seeds=1, unit_cells=3) == 0
+    assert sweep(items(140), seeds=1, unit_cells=3) == 0
     thread.join()
     assert sweep.error is None
     assert found.keys() == METRICS.keys()
