@@ -16,6 +16,12 @@ from typing import Any
 
 Parsed = tuple[str, list["Call"]]
 
+DEEPEST = 50
+"""Levels of lists and objects that arguments may have."""
+_NO_JSON = (ValueError, RecursionError)
+_NO_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+"""What reading a text as that may raise."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
@@ -26,27 +32,48 @@ class Call:
     error: str | None = None
     """Why it could not be read."""
 
+    def __post_init__(self):
+        levels, inside = 0, [self.arguments]
+        while inside := [v for x in inside for v in _members(x)]:
+            levels += 1
+            if levels > DEEPEST:
+                object.__setattr__(self, "arguments", {})
+                object.__setattr__(self, "error", f"arguments are nested in more than {DEEPEST} levels")
+                return
+
+
+def _members(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, (list, tuple, set)) else ()
+
 
 def _call(data: Any) -> Call:
     """A Call from parsed JSON of the forms {"name", "arguments" | "parameters"} and {"function": {...}}."""
     if isinstance(data, Mapping) and isinstance(data.get("function"), Mapping):
         data = data["function"]
     if not isinstance(data, Mapping) or not isinstance(data.get("name"), str):
-        return Call(name="", error=f'a call is {{"name": ..., "arguments": {{...}}}}, not {json.dumps(data)[:200]}')
+        return Call(name="", error=f'a call is {{"name": ..., "arguments": {{...}}}}, not {_shown(data)}')
     arguments = data.get("arguments", data.get("parameters", {}))
     if isinstance(arguments, str):
-        with suppress(ValueError):
+        with suppress(*_NO_JSON):
             arguments = json.loads(arguments or "{}")
     if not isinstance(arguments, Mapping):
-        return Call(name=data["name"], error=f"arguments must be a JSON object, not {json.dumps(arguments)[:200]}")
+        return Call(name=data["name"], error=f"arguments must be a JSON object, not {_shown(arguments)}")
     return Call(name=data["name"], arguments=dict(arguments))
+
+
+def _shown(data: Any) -> str:
+    with suppress(RecursionError):
+        return json.dumps(data)[:200]
+    return "something nested too deeply"
 
 
 def _json_call(text: str, name: str | None = None) -> list[Call]:
     """Calls in a JSON text: one or a list. With `name` the text is only the arguments."""
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except _NO_JSON as error:
         return [Call(name=name or "", error=f"not valid JSON ({error}): {text.strip()[:200]}")]
     if name is not None:
         return [_call({"name": name, "arguments": data})]
@@ -75,7 +102,7 @@ def parse_hermes(text: str) -> Parsed:
 def _literal(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except _NO_JSON:
         return text
 
 
@@ -89,7 +116,7 @@ def parse_llama(text: str) -> Parsed:
     while at < len(body):
         try:
             data, at = decoder.raw_decode(body, at)
-        except ValueError as error:
+        except _NO_JSON as error:
             calls.append(Call(name="", error=f"not valid JSON ({error}): {body[at:].strip()[:200]}"))
             break
         calls.append(_call(data))
@@ -135,9 +162,10 @@ def parse_gemma(text: str) -> Parsed:
 
 def _pythonic(text: str) -> list[Call] | None:
     """Calls written in Python with literal keyword arguments; None if the text is not that. Nothing is executed."""
+    text = text.strip()
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:
+        tree = ast.parse(text, mode="eval").body
+    except _NO_PYTHON:
         return None
     nodes = tree.elts if isinstance(tree, (ast.List, ast.Tuple)) else [tree]
     calls = []
@@ -146,11 +174,12 @@ def _pythonic(text: str) -> list[Call] | None:
             node = node.args[0]
         if not isinstance(node, ast.Call) or not isinstance(node.func, (ast.Name, ast.Attribute)):
             return None
-        name = ast.unparse(node.func)
+        name = ast.get_source_segment(text, node.func) or ""
         try:
             arguments = {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}
-        except ValueError:
-            calls.append(Call(name=name, error=f"arguments must be literals: {ast.unparse(node)}"))
+        except _NO_PYTHON:
+            asked = ast.get_source_segment(text, node)
+            calls.append(Call(name=name, error=f"arguments must be literals: {asked}"))
             continue
         error = "arguments must be given by name" if node.args else None
         calls.append(Call(name=name, arguments=arguments, error=error))
@@ -158,8 +187,8 @@ def _pythonic(text: str) -> list[Call] | None:
 
 
 _HARMONY = re.compile(
-    r"<\|channel\|>\w+\s+to=functions\.([\w.-]+)[^<]*(?:<\|constrain\|>\s*\w+\s*)?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|$)"
-    r"|to=functions\.([\w.-]+)<\|channel\|>\w+[^<]*(?:<\|constrain\|>\s*\w+\s*)?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|$)",
+    r"(?:<\|channel\|>\w++\s++to=functions\.([\w.-]++)|to=functions\.([\w.-]++)<\|channel\|>\w++)[^<]*+"
+    r"(?:<\|constrain\|>\s*+\w++\s*+)?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|$)",
     re.DOTALL,
 )
 
@@ -167,9 +196,7 @@ _HARMONY = re.compile(
 def parse_harmony(text: str) -> Parsed:
     """gpt-oss: <|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>."""
     calls = [
-        call
-        for name, body, name2, body2 in _HARMONY.findall(text)
-        for call in _json_call((body or body2).strip() or "{}", name or name2)
+        call for name, name2, body in _HARMONY.findall(text) for call in _json_call(body.strip() or "{}", name or name2)
     ]
     return _HARMONY.sub("", text), calls
 

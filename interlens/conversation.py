@@ -178,6 +178,7 @@ class Conversation:
         stop = copy.deepcopy(condition(until))  # its state is this run's
         self.stop_reason, self.conditions = None, [stop] if stop else []
         if prompt is not None:
+            self._must_open()
             self.transcript.append(self.moderator_name, prompt)
         taken, message, watched = 0, None, read_only(self)
         try:
@@ -225,8 +226,7 @@ class Conversation:
     # -- called by a turn ---------------------------------------------------------------------------------------------
     def next_call(self, commit: bool) -> tuple[int, int | None]:
         """(call number, sample number or None) of a turn that begins. Steps ignore samples: samples leave no trace."""
-        if self.shared_context is not None and self.row is None and not self.transcript:
-            self._open(demand=True)
+        self._must_open()
         if commit:
             return self._denied_call, None
         self._calls += 1
@@ -301,9 +301,9 @@ class Conversation:
                 f"{speaker.name!r} is a {type(speaker).__name__}: it has no chat template, see conv.view(...)"
             )
         if add_generation_prompt:
-            key = (self.seed, self.key, self.turns_taken, 0)
+            key = (self.seed if speaker.seed is None else speaker.seed, self.key, self.turns_taken, self._denied_call)
             request = TurnRequest(options=TurnOptions(), key=key, index=len(self.transcript))
-            view = finish(fit(self, speaker, view, request))
+            view = finish(fit(self, copy.deepcopy(self.context_policy), speaker, view, request))
         rendered = speaker.render(view, generate=add_generation_prompt)  # ty: ignore[not-callable]
         return list(rendered.ids) if tokenize else rendered.text
 
@@ -319,6 +319,7 @@ class Conversation:
         other.context_policy = copy.deepcopy(self.context_policy)
         other.communication = copy.deepcopy(self.communication)
         other.message_hooks = copies(self.message_hooks)
+        other.row = None if self.row is None else copy.deepcopy(dict(self.row))
         other.capturing, other.conditions, other.heard = [], [], {}
         other._calls = self._denied_call
         if seed is not None:
@@ -360,6 +361,11 @@ class Conversation:
     def _changed(self) -> None:
         self._calls = self._denied_call = 0
         self.communication.rewound(read_only(self))
+
+    def _must_open(self) -> None:
+        """ValueError where message 0 is still missing and cannot be filled."""
+        if not self.transcript or (self.row is None and needs_row(self.shared_context)):
+            self._open(demand=True)
 
     def _open(self, demand: bool = False) -> None:
         """Message 0, as soon as it can be filled."""

@@ -45,6 +45,19 @@ def clean(text: str) -> str:
     return text if text.isascii() else _SURROGATES.sub("\ufffd", text)
 
 
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a message's {name} is a string, not {value!r}")
+    return clean(value)
+
+
+def _own(value: Any) -> Any:
+    """`value` with lists and dicts of its own."""
+    if isinstance(value, dict):
+        return {k: _own(v) if isinstance(v, (dict, list)) else v for k, v in value.items()}
+    return [_own(v) if isinstance(v, (dict, list)) else v for v in value]
+
+
 @dataclass
 class Message:
     """`author` said `content`. Two messages are equal when author, content and metadata are.
@@ -66,9 +79,7 @@ class Message:
     def __setattr__(self, name: str, value: Any) -> None:
         """Another author or content is not what the recorded tokens say: they are forgotten."""
         if name in ("author", "content"):
-            if not isinstance(value, str):
-                raise TypeError(f"a message's {name} is a string, not {value!r}")
-            value = clean(value)
+            value = _text(name, value)
         if name in ("author", "content", "fed") and name in self.__dict__ and value != self.__dict__[name]:
             Message.changes += 1
             if name != "fed":
@@ -76,11 +87,12 @@ class Message:
         self.__dict__[name] = value
 
     def copy(self, **changes: Any) -> Message:
-        """A copy with its own metadata. Changing author or content forgets the recorded tokens."""
+        """A copy with metadata of its own. Changing author or content forgets the recorded tokens."""
         if not changes.keys() <= self.__dataclass_fields__.keys():
             raise TypeError(f"a message has {', '.join(self.__dataclass_fields__)}; not {', '.join(changes)}")
-        if changes.get("content", self.content) != self.content or changes.get("author", self.author) != self.author:
+        said = {name: _text(name, changes[name]) for name in ("author", "content") if name in changes}
+        if any(text != getattr(self, name) for name, text in said.items()):
             changes = {"fed": None, "records": (), **changes}
         other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, **{"metadata": dict(self.metadata), **changes})
+        other.__dict__.update(self.__dict__, **{"metadata": _own(dict(self.metadata)), **changes, **said})
         return other

@@ -100,6 +100,9 @@ def run(
     """
     if turns is None and until is None:
         raise ValueError("a run needs an end: give turns=..., until=..., or both")
+    conversations = list(conversations)
+    if len({id(c) for c in conversations}) < len(conversations):
+        raise ValueError("a conversation is given twice; to run it twice, give conversation.branch(seed=...) as well")
     caches = [_begin_capture(c, capture) for c in conversations]
     outcomes = drive((_analyzed(c, turns, until, analyzer) for c in conversations), max_live=max_live)
     results = []

@@ -144,10 +144,24 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
-def _fields(value: Any) -> dict[str, Any]:
-    """What makes up an object: the fields of a dataclass, else what it pickles."""
+_NEW = object().__reduce_ex__(2)[0]
+"""How plain objects are made again: empty, before they get their attributes."""
+
+
+def _fields(value: Any, where: str) -> dict[str, Any]:
+    """What makes up an object: the fields of a dataclass, else what it pickles. ValueError if it is made of more."""
     if dataclasses.is_dataclass(value):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    try:
+        make, given, state, *items = (*value.__reduce_ex__(2), None)[:5]
+        whole = make is _NEW and given == (type(value),) and not any(items)  # else it comes back empty
+    except TypeError:
+        whole = False
+    if not whole:
+        raise ValueError(
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which does not come back from its "
+            "attributes alone; use numbers, texts, lists, dicts, tensors, or functions at the top level of a module"
+        )
     state = value.__getstate__()
     return dict(state or {}) if isinstance(state, dict) or state is None else {"$state": state}
 
@@ -198,7 +212,7 @@ class _Writer:
             return {**tag, "id": number, "fields": {"messages": self.encode(list(value), where)}}
         if cls.__name__ == "ReasoningVisibility" and known:
             return {**tag, "id": number, "fields": {"value": str(value)}}
-        fields = _fields(value)
+        fields = _fields(value, where)
         if isinstance(value, Message):
             fields.pop("records")
         if isinstance(value, Fed):
@@ -269,9 +283,12 @@ class _Reader:
             fields["phases"] = tuple(phase for phase, n in fields["phases"] for _ in range(n))
         if isinstance(made, Message):
             fields["records"] = ()
+        slots = fields.pop("$state", None)
         if hasattr(made, "__setstate__"):
-            made.__setstate__(fields)
+            made.__setstate__(fields if slots is None else slots)
         else:
+            for part in slots or ():
+                fields |= part or {}
             for name, field in fields.items():
                 object.__setattr__(made, name, field)
 

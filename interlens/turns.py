@@ -9,6 +9,7 @@ into the generator.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from .interp.activation_cache import ActivationRecord, CaptureSpec
     from .interp.intervention import Intervention
     from .participants.base import Participant
+    from .policies.context import ContextPolicy
     from .views.view import View
 
 
@@ -136,9 +138,10 @@ def take(
     asked = as_tuple(options.capture)
     specs = tuple(dict.fromkeys((*asked, *(b.spec for b in blocks))))
     request = TurnRequest(options=replace(options, capture=specs), key=key, index=index, tokens_left=limit)
-    request = replace(request, fit=lambda request, view: fit(conversation, speaker, view, request))
+    policy = copy.deepcopy(conversation.context_policy)
+    request = replace(request, fit=lambda request, view: fit(conversation, policy, speaker, view, request))
     conversation.communication.begins(read_only(conversation), speaker.name)
-    view = yield from fit(conversation, speaker, build(conversation, speaker, extra), request)
+    view = yield from fit(conversation, policy, speaker, build(conversation, speaker, extra), request)
     message = yield from speaker.turn(view, request)
     if not isinstance(message, Message) or message.author != speaker.name:
         raise TypeError(f"{speaker!r} must answer with a Message of its own, not {message!r}")
@@ -159,13 +162,16 @@ def take(
             block.cache.add_batch(parts[block.spec])
         message.records = tuple(r for spec in dict.fromkeys(asked) for r in parts[spec])
     if commit:
+        conversation.context_policy = policy
         conversation.commit(message)
     return Turn(message=message, index=index, records=records)
 
 
-def fit(conversation: Conversation, speaker: Participant, view: View, request: TurnRequest) -> Steps:
-    """The view, made to fit the context limit by the conversation's policy."""
+def fit(
+    conversation: Conversation, policy: ContextPolicy, speaker: Participant, view: View, request: TurnRequest
+) -> Steps:
+    """The view, made to fit the context limit by a policy."""
     from .policies.context import room_of
 
     room = room_of(conversation, speaker, request)
-    return view if room is None else (yield from conversation.context_policy.fit(view, room))
+    return view if room is None else (yield from policy.fit(view, room))

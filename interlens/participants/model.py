@@ -151,6 +151,7 @@ class ModelParticipant(Participant):
         other = copy.copy(self)
         other._rendered = None
         other.private_context = tuple(self.private_context)
+        other.steering = list(self.steering) if isinstance(self.steering, list) else self.steering
         return other
 
     def needs(self) -> str:

@@ -185,7 +185,7 @@ class Anthropic:
 def _call(name: str, arguments: str | None) -> Call:
     try:
         found = json.loads(arguments or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return Call(name=name, error=f"not valid JSON ({error}): {str(arguments)[:200]}")
     if not isinstance(found, dict):
         return Call(name=name, error=f"arguments must be a JSON object, not {str(arguments)[:200]}")

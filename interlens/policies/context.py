@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextOverflow
-from ..turns import Steps
+from ..turns import Steps, TurnOptions
 from ..views.view import View, ViewMessage
 from .read_only import read_only
+from .stopping import least
 
 if TYPE_CHECKING:
     from ..turns import TurnRequest
@@ -76,7 +79,8 @@ class ContextPolicy:
     """Subclasses implement `fit`, a generator: it may ask a participant (see SummarizePolicy).
 
     It has its say before every generation of everyone who has a prompt: local models, APIs, participants of one's own
-    that set `has_prompt`; once more after every round of tool results.
+    that set `has_prompt`; once more after every round of tool results. What it notes meanwhile is kept with the turn:
+    every turn works on a copy, which a sample and a turn that is denied or fails leave behind.
     """
 
     counts: bool = False
@@ -149,12 +153,11 @@ class SummarizePolicy(ContextPolicy):
     keep_last: int = 4
     summarizer: Any = None
     prompt: str = "Summarise the conversation above in a few sentences, so that it can go on from your summary alone."
-    _written: dict[str, tuple[int, str]] = field(default_factory=dict, repr=False)
-    """Reader -> (last transcript index that its summary covers, summary)."""
+    _written: dict[str, tuple[int, str, str]] = field(default_factory=dict, repr=False)
+    """Reader -> (last transcript index that its summary covers, summary, digest of what it covers)."""
     counts = True
 
     def fit(self, view, room):
-        covered, text = self._written.get(view.pov, (-1, ""))
         if room.fits(view):
             return view
         loose = _loose(view)
@@ -162,12 +165,13 @@ class SummarizePolicy(ContextPolicy):
         if not old:
             raise room.overflow(view, f"with the last {self.keep_last} messages; lower keep_last or max_new_tokens")
         last = view[old[-1]].index
-        if last < covered:  # the transcript was rewound
-            covered, text = -1, ""
+        covered, text, of = self._written.get(view.pov, (-1, "", ""))
+        if last < covered or of != _digest(view[n] for n in old if view[n].index <= covered):
+            covered, text = -1, ""  # nothing written yet, or the transcript was rewound or changed
         fresh = [view[n] for n in old if view[n].index > covered]
         if fresh:
             text = yield from self._summary(text, fresh, view, room)
-            self._written[view.pov] = (last, text)
+            self._written[view.pov] = (last, text, _digest(view[n] for n in old))
         told = ViewMessage(role="user", content=f"Summary of the conversation so far: {text}", author=view.moderator)
         kept = [m for n, m in enumerate(view) if n not in set(old)]
         kept.insert(old[0], told)
@@ -184,7 +188,7 @@ class SummarizePolicy(ContextPolicy):
         lines = [f"(Earlier: {before})"] if before else []
         lines += [f"{m.author}: {m.content}" for m in fresh]
         asked = View(pov=writer.name, messages=(ViewMessage(role="user", content="\n\n".join([*lines, self.prompt])),))
-        options = replace(room.request.options, capture=None, patch=None, steering=None, return_logprobs=False)
+        options = TurnOptions(max_new_tokens=least((room.request.tokens_left, writer.max_new_tokens or None)))
         key = (*room.request.key[:3], ["summary", view.pov, fresh[-1].index])
         request = replace(room.request, options=options, key=key, tokens_left=None, fit=None)
         there = room_of(room.conversation, writer, request) if writer.can_count() else None
@@ -196,6 +200,11 @@ class SummarizePolicy(ContextPolicy):
             return (yield from self._summary(before, fresh[half:], view, room))
         message = yield from writer.turn(asked, request)
         return message.content
+
+
+def _digest(messages: Iterable[ViewMessage]) -> str:
+    said = json.dumps([(m.index, m.author, m.content) for m in messages])
+    return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
 
 
 def _loose(view: View) -> list[int]:

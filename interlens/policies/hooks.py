@@ -76,5 +76,5 @@ def review(hooks: list[Any], message: Message, conversation: Conversation) -> Me
         if verdict.kind == "edit":
             changed = verdict.message
             kept = changed.content == message.content and changed.author == message.author
-            message = message.copy(metadata=changed.metadata) if kept else changed
+            message = message.copy(metadata=changed.copy().metadata) if kept else changed.copy()
     return message

@@ -7,7 +7,7 @@ import pytest
 from interlens import APIParticipant, Conversation, Message, ScriptedParticipant, TokenBudget
 from interlens.errors import ContextOverflow
 from interlens.participants import Participant
-from interlens.policies import DropOldestPolicy, SlidingWindowPolicy, SummarizePolicy
+from interlens.policies import DropOldestPolicy, SlidingWindowPolicy, SummarizePolicy, deny
 
 from .scripted import speaker
 from .server import ChatServer, serve
@@ -159,6 +159,39 @@ def test_a_budget_counts_the_generations_of_a_tool_loop():
         spent = message.metadata["n_tokens"] + sum(t["n_tokens"] for t in message.metadata.get("tool_trail", ()))
         assert spent <= per_turn, message.metadata
     assert len(alice.engine.requests) == 2 and message.metadata["finish_reason"] == "length"
+
+
+def test_a_summary_is_of_what_was_said_and_kept_with_the_turn():
+    def made(hooks=()):
+        people = [speaker(n, family("chatml"), max_new_tokens=20) for n in ("alice", "bob")]
+        conversation = Conversation(
+            people, shared_context="Talk.", context_limit=190, context_policy=SummarizePolicy(keep_last=1),
+            message_hooks=hooks,
+        )  # fmt: skip
+        for n in range(12):
+            conversation.transcript.append("bob", f"Word number {n}.")
+        return conversation
+
+    def asked(conversation):
+        return [family("chatml").decode(r.tokens) for r in conversation.participants[0].engine.requests]
+
+    once, sampled, denied = made(), made(), made(hooks=[lambda m, c: deny()])
+    sampled.sample("alice", "Well? " * 9), denied.step("alice")
+    sampled.render_templated("alice", add_generation_prompt=True)
+    assert sampled.context_policy == denied.context_policy == made().context_policy
+    assert once.step("alice", max_new_tokens=1) == sampled.step("alice", max_new_tokens=1)
+    assert once.context_policy == sampled.context_policy != denied.context_policy
+    assert all(r.sampling.max_new_tokens == 20 for r in once.participants[0].engine.requests[:-1])
+    before = len(asked(once))
+    once.rewind(1)
+    for n in range(16):
+        once.transcript.append("bob", f"New word {n}.")
+    once.step("alice")
+    assert "Earlier:" in asked(once)[before - 2] and "Earlier:" not in asked(once)[before]
+    before = len(asked(once))
+    once.edit(3, "Another word.")
+    once.step("alice")
+    assert "Another word." in asked(once)[before]
 
 
 def test_a_summary_is_written_in_pieces_that_fit():

@@ -4,8 +4,17 @@ import json
 import threading
 
 import pytest
+import torch
 
-from interlens import Conversation, HumanParticipant, Message, ScriptedParticipant, Transcript, UnsupportedIntervention
+from interlens import (
+    Conversation,
+    HumanParticipant,
+    Message,
+    ScriptedParticipant,
+    SteeringSpec,
+    Transcript,
+    UnsupportedIntervention,
+)
 from interlens.errors import ContextOverflow
 from interlens.participants import ModelParticipant, Participant
 from interlens.policies import (
@@ -149,13 +158,13 @@ def test_a_sample_leaves_no_trace():
 def test_hooks_edit_and_deny_and_a_denied_turn_leaves_nothing():
     class Strict(MessageHook):
         def __init__(self):
-            self.seen = 0
+            self.seen, self.instead = 0, Message("bob", "Censored.")
 
         def review(self, message, conversation):
             self.seen += 1
             if self.seen == 1:
                 return deny("too early")
-            return approve() if self.seen == 2 else edit(Message(message.author, "Censored."))
+            return approve() if self.seen == 2 else edit(self.instead)
 
     conversation = pair(message_hooks=[Strict()])
     assert conversation.step("alice") is None and len(conversation.transcript) == 1 and conversation.turns_taken == 0
@@ -164,6 +173,10 @@ def test_hooks_edit_and_deny_and_a_denied_turn_leaves_nothing():
     changed = conversation.step("bob")
     assert changed.content == "Censored." and changed.fed is None and conversation.transcript[-1] is changed
     assert "Censored." in conversation.render_templated("alice")
+    again = conversation.step("bob")  # a hook may keep what it says instead
+    again.metadata["note"] = 1
+    assert again == Message("bob", "Censored.", {"finish_reason": "stop", "note": 1}) and again is not changed
+    assert changed.metadata == {"finish_reason": "stop"}
 
 
 CHANGES = [
@@ -204,6 +217,8 @@ def test_hooks_and_policies_read_everything_and_try_things_on_a_branch():
 
     def hook(message, conversation):
         message.content = conversation.transcript[-1].content = "Scribbled on a copy."
+        for read in (message, conversation.transcript[-1]):
+            read.metadata.setdefault("sampling", {})["temperature"] = 9.0
         bob = conversation.participant("bob")
         seen.append((len(conversation.transcript), conversation.view("bob")[-1].content, bob.temperature))
         assert isinstance(conversation, Conversation) and isinstance(bob, ModelParticipant)
@@ -243,6 +258,8 @@ def test_a_branch_has_the_state_of_its_parents_hooks():
 
 def test_a_branch_shares_nothing_but_weights():
     conversation = pair(message_hooks=[])
+    conversation.participant("alice").steering = [SteeringSpec(torch.ones(4), layers=0)]
+    conversation.row = {"x": [1]}
     conversation.run(turns=2)
     before = [m.copy() for m in conversation.transcript]
     branch, sibling = conversation.branch(), conversation.branch()
@@ -250,12 +267,16 @@ def test_a_branch_shares_nothing_but_weights():
     branch.participant("alice").seed = 5
     branch.message_hooks.append(lambda message, conversation: deny())
     branch.transcript[1].metadata["x"] = 1
+    branch.transcript[2].metadata["sampling"]["temperature"] = 9.0
+    branch.participant("alice").steering.clear()
+    branch.row["x"].append(2)
     branch.edit(1, "Changed.")
     branch.run(turns=2)
     for other in (conversation, sibling):
         assert list(other.transcript) == before
         assert other.participant("alice").temperature == 0.8 and other.participant("alice").seed is None
-        assert other.message_hooks == []
+        assert other.message_hooks == [] and other.row == {"x": [1]}
+        assert len(other.participant("alice").steering) == 1
     assert branch.participant("alice").weights is conversation.participant("alice").weights
     assert sibling.step("alice") == conversation.step("alice")  # paired
     assert conversation.branch(seed=9).step("bob") != conversation.branch().step("bob")
@@ -416,12 +437,14 @@ def test_transcripts_are_lists():
 
 def test_a_message_is_text_that_can_be_encoded():
     for wrong in (None, 5, b"x"):
-        with pytest.raises(TypeError, match="content is a string"):
-            Message("a", wrong)
+        for make in (lambda wrong: Message("a", wrong), lambda wrong: Message("a", "").copy(content=wrong)):
+            with pytest.raises(TypeError, match="content is a string"):
+                make(wrong)
     conversation = pair(shared_context="half \ud83d", shared_system_prompt="\udfff")
     conversation.transcript.append("bob", "\ud800")
+    conversation.edit(0, "other half \ude00")
     conversation.step("alice")
-    assert [m.content for m in conversation.transcript[:2]] == ["half \ufffd", "\ufffd"]
+    assert [m.content for m in conversation.transcript[:2]] == ["other half \ufffd", "\ufffd"]
 
 
 def test_capture_records_go_to_every_open_block():

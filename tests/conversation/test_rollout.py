@@ -42,8 +42,14 @@ def test_rows_fill_every_text_and_reach_the_analyzer():
     tokenizer = family("chatml")
     alice = speaker("alice", tokenizer, system_prompt=("You are ", dataset_field("who"), "."))
     conversation = Conversation([alice, speaker("bob", tokenizer)], shared_context=lambda row: f"Topic: {row['topic']}")
-    with pytest.raises(ValueError, match="data row"):
-        conversation.step("alice")
+    for begin in (
+        lambda c: c.step("alice"), lambda c: c.run(turns=1, prompt="Go."), lambda c: c.rollout(1, turns=1).failed[0],
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="data row"):
+            raise begin(conversation).error
+    assert not conversation.transcript
+    with pytest.raises(ValueError, match="a conversation is given twice"):
+        interlens.run([conversation, conversation], turns=1)
     rows = [{"who": "a cook", "topic": "soup"}, {"who": "a judge", "topic": "law"}]
     report = conversation.rollout(
         data=rows, turns=1, analyzer=lambda c: {"topic": c.row["topic"], "n": len(c.transcript)}

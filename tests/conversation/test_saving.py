@@ -1,8 +1,11 @@
 """What is saved comes back, whole; nothing in a folder is executed; a folder is the old or the new conversation."""
 
+import datetime
 import json
 import os
+from collections import OrderedDict
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -138,10 +141,15 @@ def test_a_transcript_comes_back_whole(said, tmp_path_factory):
     same(Transcript.load(path), Transcript(said))
 
 
+class Slotted:
+    __slots__ = ("words",)
+
+
 class Parrot(Participant):
     def __init__(self, name, volume):
         super().__init__(name)
-        self.volume = volume
+        self.volume, self.memory = volume, Slotted()
+        self.memory.words = ["who"]
 
     def reply(self, view, request):
         return Message(self.name, view[-1].content * self.volume)
@@ -165,12 +173,13 @@ def test_the_readers_own_code_only_when_allowed(tmp_path):
     here = __name__
     people = [Parrot("polly", 2), speaker("bob", family("chatml"), tools=[tool])]
     Conversation(people, message_hooks=[hook], shared_context=hook).save(tmp_path)
-    allow = [f"{here}:Parrot", f"{here}:hook", f"{here}:tool"]
+    allow = [f"{here}:Parrot", f"{here}:Slotted", f"{here}:hook", f"{here}:tool"]
     for missing in allow:
         with pytest.raises(ValueError, match=f"if you trust it, load with allow=.*{missing.split(':')[1]}"):
             Conversation.load(tmp_path, allow=[a for a in allow if a != missing])
     there = Conversation.load(tmp_path, allow=allow)
     assert there.participants[0].volume == 2 and there.message_hooks == [hook]
+    assert there.participants[0].memory.words == ["who"]
     assert there.participants[1].tools[0].function is tool
 
 
@@ -223,6 +232,11 @@ def test_an_interrupted_save_leaves_the_old_conversation(tmp_path, monkeypatch):
 def test_what_cannot_be_found_again_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"message_hooks\[0\] is .*<lambda>, which cannot be imported again"):
         Conversation([ScriptedParticipant("a", ["x"])], message_hooks=[lambda m, c: None]).save(tmp_path)
+    conversation = Conversation([ScriptedParticipant("a", ["x"])])
+    for value in (b"x", datetime.date(2026, 1, 1), numpy.int64(3), OrderedDict(a=1), len, tmp_path, torch.float32):
+        conversation.row = {"x": value}
+        with pytest.raises(ValueError, match=r"row\['x'\] is a .*does not come back from its attributes alone"):
+            conversation.save(tmp_path)
     assert not (tmp_path / "conversation.json").exists()
 
 

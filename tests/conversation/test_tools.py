@@ -85,13 +85,25 @@ def test_every_family_writes_the_same_call(parse, text):
         (parse_llama, '{"name": "add", ', "not valid JSON"),
         (parse_gemma, "```tool_code\nadd(2, 3)\n```", "given by name"),
         (parse_gemma, "```tool_code\nadd(a=__import__('os'))\n```", "literals"),
+        (parse_gemma, "```tool_code\nadd(a={[1]: 2})\n```", "literals"),
         (parse_pythonic, "<|tool_call_start|>import os<|tool_call_end|>", "not Python calls"),
+        (parse_pythonic, f"<|tool_call_start|>{'-' * 9000}1<|tool_call_end|>", "not Python calls"),
+        (parse_hermes, f"<tool_call>{'[' * 2000}</tool_call>", "not valid JSON"),
+        (parse_llama, '{"name": ' + "[" * 2000, "not valid JSON"),
+        (parse_hermes, f'<tool_call>{{"name": "add", "arguments": {{"a": {"[" * 60}{"]" * 60}}}}}</tool_call>',
+         "nested in more than 50 levels"),
+        (parse_llama, f'{{"name": "add", "parameters": {"[" * 300}{"]" * 300}}}', "must be a JSON object"),
     ],
-)
+)  # fmt: skip
 def test_a_broken_call_becomes_an_error_result(parse, text, wrong):
     (call,) = parse(text)[1]
     assert wrong in call.error
     assert ToolRegistry([add]).run(call) == (f"error: {call.error}", True)
+
+
+def test_a_reply_that_never_ends_is_read_at_once():
+    begun = "<|channel|>commentary to=functions.add"
+    assert parse_harmony(begun + "-" * 20_000) == (begun + "-" * 20_000, [])
 
 
 def test_several_calls():
