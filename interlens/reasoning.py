@@ -123,6 +123,26 @@ def split_reply(tokens: tuple[int, ...], markers: Markers | None) -> tuple[tuple
     return tuple(reasoning), tuple(answer)
 
 
+def split_text(text: str) -> tuple[str, str]:
+    """(reasoning, answer) of a text whose tokens are not known: tags at its start, tags that are closed, and what stands
+    before a closing tag that nothing opened."""
+    thoughts: list[str] = []
+
+    def take(found: re.Match) -> str:
+        thoughts.append("".join(part or "" for part in found.groups()).strip())
+        return ""
+
+    for tags in _TAGS:
+        text = tags.sub(take, text)
+    return "\n\n".join(part for part in thoughts if part), text.strip()
+
+
+_TAGS = [
+    re.compile(rf"\A\s*{o}(.*?)(?:{c}|\Z)|{o}(.*?){c}|\A((?:(?!{o}).)*?){c}", re.DOTALL)
+    for o, c in (map(re.escape, pair) for name, pair in FAMILIES.items() if name != "harmony")
+]
+
+
 def _marker_at(tokens: tuple[int, ...], i: int, markers: Iterable[tuple[int, ...]]) -> int:
     """Length of the longest marker that stands at position i; 0 if none does."""
     return max((len(m) for m in markers if tokens[i : i + len(m)] == m), default=0)

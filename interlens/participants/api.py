@@ -11,7 +11,6 @@ import email.utils
 import hashlib
 import json
 import math
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -20,12 +19,12 @@ from typing import Any
 
 from ..errors import APIFailed, BudgetExceeded
 from ..message import Message
+from ..reasoning import split_text
 from ..turns import Ask, Steps
 from .base import Participant
 from .options import check_sampling
 from .providers import GO_ON, PROVIDERS, YOU_FIRST, Answer, Malformed, Query
 
-_THINK = re.compile(r"^\s*<think>(.*?)(?:</think>|$)", re.DOTALL)
 LONGEST_WAIT_S = 60.0
 MARKUP_TOKENS = 4
 """What an estimate adds for the markup of each message."""
@@ -178,9 +177,8 @@ class APIParticipant(Participant):
         )  # fmt: skip
 
     def _message(self, answer: Answer, query: Query, request: Any, trail: list, spent: Usage) -> Message:
-        content, reasoning = answer.content, answer.reasoning
-        if found := _THINK.match(content):
-            content, reasoning = content[found.end() :], reasoning or found[1]
+        thought, content = split_text(answer.content)
+        reasoning = "\n\n".join(part for part in (answer.reasoning.strip(), thought) if part)
         sampling = {"temperature": query.temperature, "top_p": query.top_p, "max_new_tokens": query.max_tokens}
         metadata: dict[str, Any] = {
             "raw_completion": answer.content,
@@ -191,8 +189,8 @@ class APIParticipant(Participant):
             "sampling": {**sampling, "seed": query.seed},
             "api": {"provider": self.provider, "model": self.model_id, **asdict(spent)},
         }
-        if reasoning.strip():
-            metadata["reasoning"] = reasoning.strip()
+        if reasoning:
+            metadata["reasoning"] = reasoning
         if trail:
             metadata["tool_trail"] = trail
         return Message(self.name, content.strip(), metadata)
@@ -293,7 +291,7 @@ def _is_broken_line(error: BaseException) -> bool:
     """Timeouts, cut connections, answers that cannot be read."""
     names = {cls.__name__ for cls in type(error).__mro__}
     known = {"APIConnectionError", "APITimeoutError", "APIResponseValidationError", "JSONDecodeError", "TransportError"}
-    return isinstance(error, (Malformed, ConnectionError, TimeoutError)) or bool(names & known)
+    return isinstance(error, (Malformed, ConnectionError, TimeoutError, UnicodeDecodeError)) or bool(names & known)
 
 
 def _retry_after(response: Any) -> float | None:

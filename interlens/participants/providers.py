@@ -90,12 +90,12 @@ class OpenAI:
             calls = tuple((c.id, _call(c.function.name, c.function.arguments)) for c in message.tool_calls or ())
             reasoning = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None) or ""
             return Answer(
-                content=message.content or "", reasoning=str(reasoning), calls=calls,
+                content=_text(message.content or ""), reasoning=str(reasoning), calls=calls,
                 finish_reason=_REASONS.get(choice.finish_reason or "stop", "stop"),
                 prompt_tokens=int(getattr(usage, "prompt_tokens", 0) or 0),
                 completion_tokens=int(getattr(usage, "completion_tokens", 0) or 0),
             )  # fmt: skip
-        except (AttributeError, TypeError, IndexError, KeyError) as error:
+        except (AttributeError, TypeError, IndexError, KeyError, ValueError) as error:
             raise Malformed(f"no completion in the answer ({error}): {str(found)[:200]}") from error
 
     @staticmethod
@@ -148,7 +148,9 @@ class Anthropic:
             return Answer(
                 content="".join(b.text for b in blocks if b.type == "text"),
                 reasoning="".join(b.thinking for b in blocks if b.type == "thinking"),
-                calls=tuple((b.id, Call(name=b.name, arguments=dict(b.input))) for b in blocks if b.type == "tool_use"),
+                calls=tuple(
+                    (b.id, Call(name=_text(b.name), arguments=dict(b.input))) for b in blocks if b.type == "tool_use"
+                ),
                 finish_reason=_REASONS.get(found.stop_reason or "stop", "stop"),
                 prompt_tokens=int(found.usage.input_tokens or 0),
                 completion_tokens=int(found.usage.output_tokens or 0),
@@ -182,7 +184,14 @@ class Anthropic:
         return made
 
 
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"no text: {str(value)[:80]}")
+    return value
+
+
 def _call(name: str, arguments: str | None) -> Call:
+    name = _text(name)
     try:
         found = json.loads(arguments or "{}")
     except (ValueError, RecursionError) as error:

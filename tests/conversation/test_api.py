@@ -61,6 +61,18 @@ def test_faults_are_retried(provider, fault):
     assert remote.usage.retries == 2 and remote.usage.requests == 1 and len(chat.requests) == 3
 
 
+def test_an_answer_of_another_shape_is_retried():
+    nameless = {"id": "c", "type": "function", "function": {"name": None, "arguments": "{}"}}
+    shapes = {
+        "openai": [{"content": 5}, {"content": ["x"]}, {"content": "", "tool_calls": [nameless]}],
+        "anthropic": [{"blocks": [{"type": "tool_use", "id": "c", "name": None, "input": {}}]}],
+    }
+    for provider, said in shapes.items():
+        with serve(ChatServer([*said, "At last."])) as url:
+            remote = api(url, provider=provider)
+            assert talk(remote).step("remote").content == "At last." and remote.usage.retries == len(said)
+
+
 def test_retry_after_is_obeyed_and_waits_grow():
     chat = ChatServer([("status", 429, {"Retry-After": "0.4"}), ("status", 500, {}), ("status", 500, {}), "Yes."])
     with serve(chat) as url:
@@ -178,13 +190,20 @@ def test_tools(provider):
 
 
 def test_reasoning_of_an_api_is_kept_apart():
-    chat = ChatServer(["<think>a plan</think>Soup.", {"content": "Stew.", "reasoning_content": "another plan"}])
+    said = [
+        "<think>a plan</think>Soup.", "a plan</think>\n\nSoup.", "[THINK]a plan[/THINK]Soup.",
+        "<think>a </think><think>plan</think>Soup.", "So<think>a plan</think>up.", "<think>a plan, cut off",
+        {"content": "Soup.", "reasoning_content": "a plan"}, {"content": "plan</think>Soup.", "reasoning": "a"},
+    ]  # fmt: skip
+    chat = ChatServer([*said, "In <think> tags one thinks."])
     with serve(chat) as url:
         conversation = talk(api(url))
-        first, _, second = conversation.step("remote"), conversation.step("bob"), conversation.step("remote")
-    assert (first.content, first.metadata["reasoning"]) == ("Soup.", "a plan")
-    assert (second.content, second.metadata["reasoning"]) == ("Stew.", "another plan")
-    assert "plan" not in str(chat.requests[1]["messages"])
+        conversation.run(turns=2 * len(said) + 1)
+    *messages, last = [m for m in conversation.transcript if m.author == "remote"]
+    assert [m.content for m in messages] == ["Soup."] * 5 + [""] + ["Soup."] * 2
+    assert all(m.metadata["reasoning"].split()[:2] in (["a", "plan"], ["a", "plan,"]) for m in messages)
+    assert "plan" not in str([body["messages"] for body in chat.requests])
+    assert last.content == "In <think> tags one thinks." and "reasoning" not in last.metadata
 
 
 def test_keys_never_travel(tmp_path):
