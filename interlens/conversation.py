@@ -232,6 +232,12 @@ class Conversation:
         self._calls += 1
         return self._calls, self._calls
 
+    def aside(self) -> Conversation:
+        """This conversation with policies of its own, in which a sample leaves nothing behind."""
+        other = copy.copy(self)
+        other.communication = copy.deepcopy(self.communication)
+        return other
+
     def denied(self) -> None:
         """A step was denied: the next one gets a call number of its own."""
         self._calls += 1

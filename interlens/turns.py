@@ -122,6 +122,8 @@ def take(
     refuse(speaker, options)
     index = len(conversation.transcript) + len(extra)
     call, sample = conversation.next_call(commit)
+    if not commit:
+        conversation = conversation.aside()
     key = (
         conversation.seed if speaker.seed is None else speaker.seed,
         conversation.key,
@@ -132,7 +134,7 @@ def take(
         options = replace(options, max_new_tokens=max(1, len(options.forced)))
     limit = least(c.turn_limit(read_only(conversation)) for c in conversation.conditions)
     if limit is not None:
-        own = getattr(speaker, "max_new_tokens", None) if options.max_new_tokens is None else options.max_new_tokens
+        own = speaker.max_new_tokens or None if options.max_new_tokens is None else options.max_new_tokens
         options = replace(options, max_new_tokens=least((limit, own)))
     blocks = [b for b in conversation.capturing if speaker.name in b.names]
     asked = as_tuple(options.capture)

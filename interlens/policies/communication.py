@@ -87,6 +87,8 @@ class MessagingPolicy(CommunicationPolicy):
         self.boxes: dict[str, list[dict[str, str]]] = {}
         """Undelivered mail, oldest first: {"from": ..., "content": ...}."""
         self._pending: list[tuple[str, str, dict[str, str]]] = []
+        self._before: list[tuple[int, dict[str, list[dict[str, str]]]]] = []
+        """(transcript index, `boxes` before it) of every message that sent or read mail."""
 
     def _order(self, conversation) -> list[str]:
         names = [p.name for p in conversation.participants] if self.agents is None else list(self.agents)
@@ -108,7 +110,7 @@ class MessagingPolicy(CommunicationPolicy):
         names = self._order(conversation)
         if pov not in names:
             return ()
-        box, pending = self.boxes.setdefault(pov, []), self._pending
+        box, pending = self.boxes.get(pov, []), self._pending
         read = [0]
 
         def send_message(to: str, content: str) -> str:
@@ -136,10 +138,16 @@ class MessagingPolicy(CommunicationPolicy):
         return (Tool.from_function(send_message), Tool.from_function(read_messages))
 
     def spoken(self, conversation, message):
-        for kind, who, entry in [e for e in self._pending if e[1] == message.author]:
+        done = [e for e in self._pending if e[1] == message.author]
+        if done:
+            self._before.append((len(conversation.transcript) - 1, {k: list(v) for k, v in self.boxes.items()}))
+        for kind, who, entry in done:
             if kind == "send":
                 self.boxes.setdefault(entry["to"], []).append({"from": who, "content": entry["content"]})
-        reads = [int(e[2]["n"]) for e in self._pending if e[0] == "read" and e[1] == message.author]
-        if reads:
-            del self.boxes[message.author][: max(reads)]
+        read = max((int(entry["n"]) for kind, _, entry in done if kind == "read"), default=0)
+        del self.boxes.get(message.author, [])[:read]
         self.begins(conversation, message.author)
+
+    def rewound(self, conversation):
+        while self._before and self._before[-1][0] >= len(conversation.transcript):
+            self.boxes = self._before.pop()[1]

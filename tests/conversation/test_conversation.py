@@ -114,6 +114,10 @@ def test_stop_conditions(until, turns, why):
         assert conversation.turns_taken == turns and why in conversation.stop_reason
         if isinstance(until, TokenBudget):
             assert [m.metadata["n_tokens"] for m in conversation.transcript[1:]] == [6, 6, 3]
+            conversation.participants.append(ScriptedParticipant("carl", ["A line costs nothing."]))
+            conversation.run(turns=2, first="carl", until=until)
+            assert conversation.stop_reason == "2 turns"
+            conversation.participants.pop()
 
 
 def test_metadata_is_plain_and_says_what_was_in_force():

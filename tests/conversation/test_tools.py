@@ -1,5 +1,6 @@
 """Tools: schemas, the calls of every family, and the loop."""
 
+import copy
 import json
 
 import pytest
@@ -203,8 +204,9 @@ def test_mailboxes():
     }
     people = [speaker(name, tokenizer, lines) for name, lines in script.items()]
     conversation = Conversation(people, shared_context="Work.", communication=MessagingPolicy())
+    before = copy.deepcopy(vars(conversation.communication))
     sampled = conversation.sample("alice")
-    assert sampled.metadata["tool_trail"] and conversation.communication.boxes.get("bob", []) == []
+    assert sampled.metadata["tool_trail"] and vars(conversation.communication) == before
     conversation.message_hooks = [lambda message, seen: (seen.view("alice"), seen.view("bob")) and approve()]
     conversation.run(turns=2)
     assert "Meet at noon." not in conversation.render_templated("bob").split("Read it.")[0].split("tool_response")[0]
@@ -215,6 +217,10 @@ def test_mailboxes():
     conversation.step("bob")
     assert conversation.transcript[-1].metadata["tool_trail"][0]["calls"][0]["result"] == "[]"
     assert branch.communication.boxes is not conversation.communication.boxes
+    for ref, boxes in ((2, {"bob": []}), (1, {"bob": json.loads(read)}), (0, {})):
+        assert conversation.branch_from(ref).communication.boxes == boxes
+    conversation.rewind(1)
+    assert json.loads(conversation.step("bob").metadata["tool_trail"][0]["calls"][0]["result"]) == json.loads(read)
 
 
 @pytest.mark.parametrize("name", ["mistral3", "qwen2", "qwen3", "llama3"])
