@@ -248,8 +248,13 @@ class Conversation:
         message.metadata.setdefault("finish_reason", "stop")
         self.transcript.append(message)
         self.turns_taken += 1
+        try:
+            self.communication.spoken(read_only(self), message.copy())
+        except BaseException:
+            del self.transcript[-1]
+            self.turns_taken -= 1
+            raise
         self._calls = self._denied_call = 0
-        self.communication.spoken(read_only(self), message.copy())
 
     # -- looking ------------------------------------------------------------------------------------------------------
     @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from .capturing import as_tuple, check_sites
@@ -134,6 +135,6 @@ def _analyzed(conversation: Conversation, turns: int | None, until: Any, analyze
     if analyzer is None:
         return None
     found = analyzer(conversation)
-    if not isinstance(found, Mapping) or not all(isinstance(v, (str, int, float)) for v in found.values()):
+    if not isinstance(found, Mapping) or not all(isinstance(v, (str, Real)) for v in found.values()):
         raise TypeError(f"an analyzer gives a dict of numbers and strings, not {found!r}")
     return dict(found)

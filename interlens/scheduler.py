@@ -142,7 +142,7 @@ class Scheduler:
                 raise TypeError(f"a job yields Generate or Ask, not {type(work).__name__}")
         except StopIteration as stop:
             self._done.append(Outcome(tag=job.tag, value=stop.value))
-        except Exception as failure:
+        except (Exception, SystemExit) as failure:
             self._done.append(Outcome(tag=job.tag, error=failure, traceback=traceback.format_exc()))
 
     def _ask(self, job: _Job, work: Ask) -> None:

@@ -149,6 +149,11 @@ def take(
         raise TypeError(f"{speaker!r} must answer with a Message of its own, not {message!r}")
     records = list(message.records)
     message = message.copy(records=())
+    if commit and len(conversation.transcript) != index:
+        raise RuntimeError(
+            f"the transcript had {index} messages when {speaker.name}'s turn began and has {len(conversation.transcript)} "
+            "now: a tool or another thread changed it meanwhile; let them use sample() or branch()"
+        )
     if commit:
         kept = review(conversation.message_hooks, message, read_only(conversation))
         if kept is None:
@@ -158,14 +163,15 @@ def take(
         message = kept
     for record in records:
         record.participant, record.message_idx, record.sample = speaker.name, index, sample
+    parts = {}
     if records:
         parts = dict(zip(specs, by_spec(records, specs, getattr(speaker, "num_layers", None)), strict=True))
-        for block in blocks:
-            block.cache.add_batch(parts[block.spec])
         message.records = tuple(r for spec in dict.fromkeys(asked) for r in parts[spec])
     if commit:
-        conversation.context_policy = policy
         conversation.commit(message)
+        conversation.context_policy = policy
+    for block in blocks if parts else ():
+        block.cache.add_batch(parts[block.spec])
     return Turn(message=message, index=index, records=records)
 
 

@@ -58,7 +58,12 @@ class Participant:
     def clone(self) -> Participant:
         """A copy for another conversation: weights are shared, settings and state are not."""
         other = copy.copy(self)
-        other.__dict__.update({name: copy.deepcopy(value) for name, value in self.__dict__.items()})
+        try:
+            other.__dict__.update({name: copy.deepcopy(value) for name, value in self.__dict__.items()})
+        except Exception as error:
+            raise TypeError(
+                f"{self!r} cannot be copied for a branch ({error}); give it a clone(), which may share what it holds"
+            ) from error
         return other
 
     def __deepcopy__(self, memo: dict) -> Participant:

@@ -82,7 +82,10 @@ class StopStringCondition(StopCondition):
 class AnyStopCondition(StopCondition):
     """When one of them says so; all of them see every turn."""
 
-    conditions: Sequence[StopCondition]
+    conditions: Sequence[Any]
+
+    def __post_init__(self):
+        self.conditions = [c for c in map(condition, self.conditions) if c is not None]
 
     def check(self, conversation, message):
         reasons = [c.check(conversation, message) for c in self.conditions]
@@ -137,7 +140,7 @@ def condition(until: Any) -> StopCondition | None:
     if until is None or isinstance(until, StopCondition):
         return until
     if isinstance(until, (list, tuple)):
-        return AnyStopCondition([c for c in map(condition, until) if c is not None])
+        return AnyStopCondition(until)
     if callable(until):
         return _Callable(until)
     raise TypeError(f"until is a stop condition, a sequence of them, or a callable of the conversation, not {until!r}")

@@ -18,6 +18,7 @@ from interlens import (
 from interlens.errors import ContextOverflow
 from interlens.participants import ModelParticipant, Participant
 from interlens.policies import (
+    AnyStopCondition,
     ContextItem,
     DirectPipingPolicy,
     DropOldestPolicy,
@@ -101,6 +102,7 @@ def test_run_goes_round_and_stops():
     [
         (TurnStopCondition(2), 2, "2 turns"),
         (TokenStopCondition(15), 2, "tokens"),
+        (AnyStopCondition((lambda c: c.turns_taken > 2, TurnStopCondition(9))), 3, "until"),
         ([TurnStopCondition(9), StopStringCondition(["now"])], 1, "stop string 'now'"),
         (lambda c: len(c.transcript) > 4, 4, "until"),
         (TokenBudget(per_conversation=15, per_turn=6), 3, "token budget 15 spent"),
@@ -236,6 +238,17 @@ def test_hooks_and_policies_read_everything_and_try_things_on_a_branch():
     assert seen[:2] == [(1, "Talk.", 0.8), "bob"] and seen[2][0] == 2
 
 
+def test_a_turn_that_a_policy_breaks_leaves_nothing():
+    class Breaks(RoundRobinPolicy):
+        def spoken(self, conversation, message):
+            raise RuntimeError(f"no room for message {len(conversation.transcript)}")
+
+    conversation = pair(communication=Breaks())
+    with pytest.raises(RuntimeError, match="no room for message 2"):
+        conversation.step("alice")
+    assert conversation.transcript == pair().transcript and conversation.turns_taken == 0
+
+
 def test_a_branch_has_the_state_of_its_parents_hooks():
     class Count(MessageHook):
         seen = 0
@@ -258,6 +271,10 @@ def test_a_branch_has_the_state_of_its_parents_hooks():
     mine.lock = threading.Lock()
     with pytest.raises(TypeError, match=r"cannot be copied for a branch .* __deepcopy__"):
         conversation.branch()
+    polly = Parrot("polly")
+    polly.lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"Parrot\('polly'\) cannot be copied for a branch .* clone\(\)"):
+        Conversation([polly]).branch()
 
 
 def test_a_branch_shares_nothing_but_weights():

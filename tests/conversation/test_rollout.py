@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 
+import numpy
 import pytest
 
 import interlens
@@ -64,19 +65,26 @@ def test_rows_fill_every_text_and_reach_the_analyzer():
 
 
 class Fails(Participant):
+    def __init__(self, name, error):
+        super().__init__(name)
+        self.error = error
+
     def reply(self, view, request):
         if request.key[1] == 1:
-            raise RuntimeError("boom in the middle")
+            raise self.error
         return Message(self.name, "Fine.")
 
 
-def test_one_conversation_fails_alone_with_its_traceback():
-    conversation = Conversation([speaker("alice", family("chatml")), Fails("bob")], shared_context="Talk.")
+@pytest.mark.parametrize("error", [RuntimeError("boom in the middle"), SystemExit("boom in the middle")])
+def test_one_conversation_fails_alone_with_its_traceback(error):
+    conversation = Conversation([speaker("alice", family("chatml")), Fails("bob", error)], shared_context="Talk.")
     report = conversation.rollout(3, turns=3, analyzer=lambda c: {"n": 1})
     assert [r.index for r in report.failed] == [1] and report.analyses() == [{"n": 1}, None, {"n": 1}]
     failed = report.failed[0]
     assert "boom in the middle" in failed.traceback and failed.stop_reason == "error" and len(failed.transcript) == 2
     assert all(len(r.transcript) == 4 for r in report if r.error is None)
+    numbers = conversation.rollout(1, turns=1, analyzer=lambda c: {"n": numpy.int64(2), "x": numpy.float32(0.5)})
+    assert numbers.analyses() == [{"n": 2, "x": 0.5}]
     bad = conversation.rollout(1, turns=1, analyzer=lambda c: {"t": c.transcript})
     assert "an analyzer gives a dict" in str(bad.failed[0].error)
 

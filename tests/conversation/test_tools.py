@@ -122,6 +122,12 @@ def test_schemas_come_from_hints_and_docstrings():
     assert schema["parameters"]["required"] == ["a"]
     with pytest.raises(ValueError, match="needs a type hint"):
         Tool.from_function(lambda x: x)
+
+    async def later(a: int) -> int:
+        return a
+
+    with pytest.raises(ValueError, match=r"later.* cannot be a tool: it is async"):
+        Tool.from_function(later)
     registry = ToolRegistry([add])
     with pytest.raises(ValueError, match="already a tool 'add'"):
         registry.add(add)
@@ -169,6 +175,32 @@ def test_the_loop(name):
     assert "no luck" in text and "5" in text[text.index("2 + 3") + 5 :]
     assert "It is 5." in conversation.render_templated("bob")
     json.dumps(message.metadata, allow_nan=False)
+
+
+def test_a_tool_may_ask_others_but_not_take_their_turn():
+    tokenizer, talks = family("qwen2"), []
+
+    def ask(who: str, aloud: bool) -> str:
+        """
+        Ask somebody.
+
+        Args:
+            who: Whom.
+            aloud: Whether all hear the answer.
+        """
+        return (talks[0].step if aloud else talks[0].sample)(who).content
+
+    def talk(aloud):
+        lines = [call("qwen2", "ask", who="bob", aloud=aloud), "Done."]
+        talks[:] = [
+            Conversation([speaker("alice", tokenizer, lines, tools=[ask]), speaker("bob", tokenizer, "Because.")])
+        ]
+        return talks[0].step("alice")
+
+    message = talk(aloud=False)
+    assert message.metadata["tool_trail"][0]["calls"][0]["result"] == "Because." and len(talks[0].transcript) == 1
+    with pytest.raises(RuntimeError, match="had 0 messages when alice's turn began and has 1 now"):
+        talk(aloud=True)
 
 
 def test_the_loop_is_bounded_and_says_so():
