@@ -31,9 +31,7 @@ class Tool:
         from transformers.utils import get_json_schema
 
         if inspect.iscoroutinefunction(function):
-            raise ValueError(
-                f"{function.__name__!r} cannot be a tool: it is async; give a plain function that waits for it"
-            )
+            raise ValueError(f"{function!r} cannot be a tool: it is async; give a plain function that waits for it")
         try:
             schema = get_json_schema(function)
         except Exception as error:

@@ -81,10 +81,12 @@ def message_token_ids(
     tokens = template.segments.tokens(
         Stream(view=view, slots=slots, shape=shape, template=template, marks=True).items()
     )  # fmt: skip
-    starts = [0, *tokens.marks[1:]] if tokens.marks else []
-    spans = list(zip(starts, [*starts[1:], tokens.length], strict=True))
-    order = [
-        id(m.original or m) for slot in slots for m in slot.messages
-    ]  # slots may hold them in another order than the view
-    place = {ref: span for ref, span in zip(order, spans, strict=True)}
+    # slots may hold messages in another order than the view, and some of their own, which go to the one before, if any
+    order = [id(m.original or m) for slot in slots for m in slot.messages]
+    known = {id(m) for m in view.messages}
+    starts = [(ref, start) for ref, start in zip(order, tokens.marks, strict=True) if ref in known]
+    place, stop = {}, tokens.length
+    for n, (ref, start) in reversed(list(enumerate(starts))):
+        place[ref] = (start if n else 0, stop)
+        stop = start
     return tokens.ids, [place[id(m)] for m in view.messages]

@@ -12,7 +12,7 @@ import re
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from itertools import pairwise, zip_longest
+from itertools import accumulate, groupby, pairwise, zip_longest
 from typing import Any, Literal, NamedTuple
 
 CACHE_SIZE = 65536
@@ -180,7 +180,7 @@ class Segments:
         for kind, part in parts:
             start, char = char, char + len(part)
             if kind == "mark":
-                marks.append(next((n for n, (_, s, _) in enumerate(pairs) if s >= start), len(pairs)))
+                marks.append(_first_from(pairs, start))
             elif kind == "content":
                 # a special token of the markup may swallow white space of the content, and stays markup
                 inside = [
@@ -195,15 +195,16 @@ class Segments:
     def _tokenise_apart(self, parts: tuple[tuple[str, str], ...], fresh: bool) -> tuple:
         ids: list[int] = []
         spans, marks = [], []
-        for kind, text in parts:
-            start = len(ids)
-            if kind == "mark":
-                marks.append(start)
-                continue
-            plain = kind == "content"
-            ids += [i for i, _, _ in self._encode(text, fresh and not ids, plain=plain)] if text else []
-            if plain:
-                spans.append((start, len(ids)))
+        for plain, group in groupby(parts, key=lambda part: part[0] == "content"):
+            for run in ([part] for part in group) if plain else (list(group),):  # markup on both sides of a mark is one
+                start, text = len(ids), "".join(t for _, t in run)
+                pairs = self._encode(text, fresh and not ids, plain=plain) if text else []
+                edges = accumulate(len(t) if kind == "markup" else 0 for kind, t in run)
+                marks += [
+                    start + _first_from(pairs, c) for (kind, _), c in zip(run, edges, strict=True) if kind == "mark"
+                ]
+                ids += [i for i, _, _ in pairs]
+                spans += [(start, len(ids))] if plain else []
         return tuple(ids), tuple(spans), tuple(marks)
 
     def _encode(self, text: str, fresh: bool, plain: bool = False) -> list[tuple[int, int, int]]:
@@ -218,3 +219,8 @@ class Segments:
         rows = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         pairs = [(i, s - lead, e - lead) for i, (s, e) in rows]
         return pairs[1:] if anchored else pairs
+
+
+def _first_from(pairs: list[tuple[int, int, int]], char: int) -> int:
+    """Which token is the first that begins at `char` or later."""
+    return next((n for n, (_, start, _) in enumerate(pairs) if start >= char), len(pairs))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from interlens import Conversation, Message
 from interlens.policies import DirectPipingPolicy
 from interlens.views import TemplateError, message_token_spans, template_of
-from interlens.views.render import render
+from interlens.views.render import message_token_ids, render
 from interlens.views.view import View, ViewMessage
 
 from .scripted import speaker
@@ -219,6 +219,22 @@ def test_first_to_speak_and_speaking_twice_never_crash_a_strict_template():
     turns = parsed("gemma2", text)
     assert [own for own, _ in turns] == [False, True, False]
     assert turns[1][1].split() == " ".join(m.content for m in conversation.transcript[:2]).split()
+    spans = message_token_spans(tokenizer, conversation.view("alice"))  # the user that was put in front is no message
+    whole = conversation.render_templated("alice", tokenize=True)
+    assert spans[0][0] == 0 and spans[-1][1] == len(whole) and all(a[1] == b[0] for a, b in pairwise(spans))
+
+
+def test_spans_change_no_token():
+    """Not even where a special token that is spelled out has its piece tokenised part by part."""
+    tokenizer = family("llama2")
+    chat = ["Hi.", "</s>", "<unk>", "Well?"]
+    view = View(
+        pov="x",
+        messages=tuple(ViewMessage(role=("user", "assistant")[n % 2], content=c, index=n) for n, c in enumerate(chat)),
+    )
+    ids, spans = message_token_ids(tokenizer, view)
+    assert ids == render(view, template_of(tokenizer), generate=False).ids
+    assert [text in tokenizer.decode(ids[a:b]) for text, (a, b) in zip(chat, spans, strict=True)] == [True] * 4
 
 
 def test_a_merged_turn_says_who_said_what():
