@@ -110,7 +110,7 @@ class ModelParticipant(Participant):
 
     def count_tokens(self, view: Any) -> int:
         """Prompt tokens of a view."""
-        return len(self.render(view).ids)
+        return self.render(view).tokens.length
 
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end a reply: the model's and the tokenizer's end of text, and the template's end of turn."""

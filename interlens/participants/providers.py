@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -68,12 +69,16 @@ class OpenAI:
     def client(self, *, api_key, base_url, timeout_s):
         import os
 
+        from openai import DefaultHttpxClient
         from openai import OpenAI as Client
 
         key = api_key or os.environ.get(self.key_variable)
         if base_url is not None and not key:
             key = "none"  # a server of one's own asks for none; the SDK insists on one
-        return Client(api_key=key, base_url=base_url or self.default_url, timeout=timeout_s, max_retries=0)
+        http = DefaultHttpxClient(event_hooks=_deadline(timeout_s))
+        return Client(
+            api_key=key, base_url=base_url or self.default_url, timeout=timeout_s, max_retries=0, http_client=http
+        )
 
     def ask(self, client, query):
         options: dict[str, Any] = {"temperature": query.temperature, "top_p": query.top_p, "seed": query.seed}
@@ -123,9 +128,11 @@ class Anthropic:
 
     def client(self, *, api_key, base_url, timeout_s):
         from anthropic import Anthropic as Client
+        from anthropic import DefaultHttpxClient
 
         given = {k: v for k, v in (("api_key", api_key), ("base_url", base_url)) if v is not None}
-        return Client(timeout=timeout_s, max_retries=0, **given)
+        http = DefaultHttpxClient(event_hooks=_deadline(timeout_s))
+        return Client(timeout=timeout_s, max_retries=0, http_client=http, **given)
 
     def ask(self, client, query):
         system = "\n\n".join(m["content"] for m in query.messages if m["role"] == "system")
@@ -182,6 +189,33 @@ class Anthropic:
         if made[-1]["role"] == "assistant":  # which would be read as the beginning of the reply
             made.append({"role": "user", "content": [{"type": "text", "text": GO_ON}]})
         return made
+
+
+def _deadline(timeout_s: float) -> dict[str, Any]:
+    """Hooks of an HTTP client that end a request after `timeout_s` in all; its own timeout begins anew with every byte,
+    and servers send blanks while one waits."""
+
+    def asked(request: Any) -> None:
+        request.extensions["ends"] = time.monotonic() + timeout_s
+
+    def answered(response: Any) -> None:
+        whole, ends = response.stream, response.request.extensions["ends"]
+        # SDKs differ in the HTTP library they use, and each wants streams of its own kind
+        kind = next(c for c in type(whole).__mro__ if c.__name__ == "SyncByteStream")
+
+        class Timed(kind):
+            def __iter__(self):
+                for chunk in whole:
+                    if time.monotonic() > ends:
+                        raise TimeoutError(f"no whole answer within {timeout_s} s")
+                    yield chunk
+
+            def close(self):
+                whole.close()
+
+        response.stream = Timed()
+
+    return {"request": [asked], "response": [answered]}
 
 
 def _text(value: Any) -> str:

@@ -134,7 +134,8 @@ class SlidingWindowPolicy(ContextPolicy):
             raise ValueError(f"keep_last must be at least 1, got {self.keep_last}")
 
     def fit(self, view, room):
-        loose = _loose(view) if self.keep_system else list(range(len(view)))
+        turn = [n for n, m in enumerate(view) if m.role == "tool" or m.in_tools or m.calls]  # what is going on stays
+        loose = _loose(view) if self.keep_system else [n for n in range(len(view)) if n not in turn]
         view = _without(view, loose[: -self.keep_last])
         if not room.fits(view):
             raise room.overflow(view, f"with the last {self.keep_last} messages; lower keep_last or max_new_tokens")

@@ -12,7 +12,7 @@ from typing import Any
 
 class ChatServer:
     """`script`: what happens to each request in turn; then it answers. A step is a text, a dict (an assistant message),
-    ("status", code, headers), "cut", "garbage" or ("slow", seconds)."""
+    ("status", code, headers), "cut", "garbage", "drip" (blanks for 5 s) or ("slow", seconds)."""
 
     def __init__(self, script: list[Any] = (), pause_s: float = 0.0):
         self.script, self.pause_s = list(script), pause_s
@@ -75,6 +75,11 @@ def serve(chat: ChatServer):
                 if step == "cut":
                     self.close_connection = True
                     self.connection.shutdown(2)
+                elif step == "drip":
+                    self._send(200, b"", {"Content-Length": "50"})
+                    for _ in range(50):
+                        self.wfile.write(b" ")
+                        time.sleep(0.1)
                 elif step == "garbage":
                     self._send(200, b'{"choices": [{"mess', {})
                 elif isinstance(step, tuple):

@@ -51,12 +51,14 @@ def test_every_provider_sees_its_view_and_answers(provider):
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
 @pytest.mark.parametrize(
-    "fault", [("status", 429, {}), ("status", 500, {}), ("status", 529, {}), "cut", "garbage", ("slow", 1.0)], ids=str
+    "fault",
+    [("status", 429, {}), ("status", 500, {}), ("status", 529, {}), "cut", "garbage", ("slow", 1.0), "drip"],
+    ids=str,
 )
 def test_faults_are_retried(provider, fault):
     chat = ChatServer([fault, fault, "At last."])
     with serve(chat) as url:
-        remote = api(url, provider=provider, timeout_s=0.5 if fault[0] == "slow" else 30.0)
+        remote = api(url, provider=provider, timeout_s=0.5 if fault == "drip" or fault[0] == "slow" else 30.0)
         assert talk(remote).step("remote").content == "At last."
     assert remote.usage.retries == 2 and remote.usage.requests == 1 and len(chat.requests) == 3
 

@@ -131,6 +131,14 @@ def test_a_long_tool_result_never_overflows_silently():
     assert "word word" in text and "x x" not in text and "x x" in family("qwen2").decode(first.tokens)
 
 
+def test_a_window_without_framing_keeps_the_calls_of_the_turn():
+    lines = [call("qwen2", "long", words=2), call("qwen2", "long", words=3), "Done."]
+    conversation, alice = local(*lines, context_policy=SlidingWindowPolicy(keep_last=1, keep_system=False))
+    conversation.step("alice")
+    last = family("qwen2").decode(alice.engine.requests[-1].tokens)
+    assert "Talk." not in last and all(part in last for part in ("x x", *lines[:2], "word word", "word word word"))
+
+
 def test_a_long_tool_result_never_overflows_an_api():
     pytest.importorskip("openai")
     asked = {"id": "c", "type": "function", "function": {"name": "long", "arguments": '{"words": 50}'}}
