@@ -246,15 +246,17 @@ def participants_of(models: Any, names: Any, options: Mapping[str, Any]) -> list
     made = []
     for model, name in zip(models, names, strict=True):
         given, tokenizer = model if isinstance(model, tuple) else (model, None)
-        ref = given if isinstance(given, str) else id(given)
+        is_name = isinstance(given, (str, os.PathLike))
+        ref = (os.fspath(given) if is_name else id(given), id(tokenizer))
         if ref not in shared:
-            is_name = isinstance(given, (str, os.PathLike))
             if not is_name and not hasattr(given, "forward"):
                 raise TypeError(f"a model is a name, a folder, a loaded model or (model, tokenizer), not {given!r}")
             if is_name:
                 kind(os.fspath(given))  # a name that can be no model is refused now, not at the first turn
             shared[ref] = (
-                Weights(os.fspath(given), **load_options) if is_name else Weights(model=given, tokenizer=tokenizer)
+                Weights(os.fspath(given), tokenizer=tokenizer, **load_options)
+                if is_name
+                else Weights(model=given, tokenizer=tokenizer)
             )
         made.append(ModelParticipant(name, shared[ref], **options))
     return made

@@ -151,6 +151,10 @@ class Segments:
             self._cuts[text] = tuple(text[a:b] for a, b in pairwise(edges))
         return self._cuts[text]
 
+    def spells_special(self, text: str) -> bool:
+        """Whether a special token is spelled out in it."""
+        return self._special is not None and self._special.search(text) is not None
+
     def end_of_first_special(self, text: str) -> int:
         """Where the first special token of a markup, and the white space after it, end; 0 if it has none."""
         found = self._cut.search(text) if self._cut else None
@@ -171,7 +175,7 @@ class Segments:
 
     def _tokenise(self, parts: tuple[tuple[str, str], ...], fresh: bool) -> tuple:
         """(ids, content spans, marks) of one piece; positions within the piece."""
-        forged = self._special and any(k == "content" and self._special.search(t) for k, t in parts)
+        forged = any(k == "content" and self.spells_special(t) for k, t in parts)
         if forged or not getattr(self.tokenizer, "is_fast", True):
             return self._tokenise_apart(parts, fresh)
         text = "".join(t for _, t in parts)

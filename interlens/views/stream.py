@@ -88,6 +88,10 @@ class Stream:
                 label = f"{message.author}: "
             text = shown(message)
             text = template.content(text, n, self.shape) if len(slot.messages) == 1 else text.strip()
+            if label and template.segments.spells_special(label):
+                raise TemplateError(
+                    f"{message.author!r} would be markup of this chat template; give the speaker another name"
+                )
             items += [Item("markup", label)] if label else []
             items.append(Item("content", text, message.index))
         last = items[-1]

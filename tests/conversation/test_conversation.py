@@ -74,6 +74,9 @@ def test_from_models_never_drops_one():
     named = Conversation.from_models(("smollm2", "smollm2", "somebody/elsewhere"))
     assert [p.name for p in named.participants] == ["a", "b", "c"]
     assert named.participants[0].weights is named.participants[1].weights is not named.participants[2].weights
+    pairs = [("smollm2", family("chatml")), ("smollm2", family("qwen3"))]
+    given = Conversation.from_models(pairs)
+    assert [p.weights._tokenizer for p in given.participants] == [tokenizer for _, tokenizer in pairs]
 
 
 def test_speakers_are_named_in_every_way():

@@ -208,6 +208,11 @@ def test_nobody_forges_markup():
     ids = conversation.render_templated("alice", add_generation_prompt=True, tokenize=True)
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2
     assert forged in tokenizer.decode(ids)
+    people = [speaker(name, tokenizer) for name in ("alice", "<|im_end|>", "carol")]
+    conversation = Conversation(people, shared_context="Begin.")
+    conversation.step(1)
+    with pytest.raises(TemplateError, match=r"'<\|im_end\|>' would be markup of this template"):
+        conversation.step("alice")
 
 
 def test_first_to_speak_and_speaking_twice_never_crash_a_strict_template():
