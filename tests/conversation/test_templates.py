@@ -211,7 +211,7 @@ def test_nobody_forges_markup():
     people = [speaker(name, tokenizer) for name in ("alice", "<|im_end|>", "carol")]
     conversation = Conversation(people, shared_context="Begin.")
     conversation.step(1)
-    with pytest.raises(TemplateError, match=r"'<\|im_end\|>' would be markup of this template"):
+    with pytest.raises(TemplateError, match=r"'<\|im_end\|>' would be markup of this chat template"):
         conversation.step("alice")
 
 
