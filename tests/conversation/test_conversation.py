@@ -192,6 +192,7 @@ CHANGES = [
     lambda c: c.transcript.append("alice", "Forged."),
     lambda c: c.transcript.__setitem__(0, Message("moderator", "Forged.")),
     lambda c: c.transcript.rewind(0),
+    lambda c: c.aside().transcript.rewind(0),
     lambda c: c.edit(0, "Forged."),
     lambda c: c.step("bob"),
     lambda c: c.sample("bob"),
