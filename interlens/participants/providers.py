@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -76,9 +77,11 @@ class OpenAI:
         if base_url is not None and not key:
             key = "none"  # a server of one's own asks for none; the SDK insists on one
         http = DefaultHttpxClient(event_hooks=_deadline(timeout_s))
-        return Client(
+        made = Client(
             api_key=key, base_url=base_url or self.default_url, timeout=timeout_s, max_retries=0, http_client=http
         )
+        weakref.finalize(made, http.close)
+        return made
 
     def ask(self, client, query):
         options: dict[str, Any] = {"temperature": query.temperature, "top_p": query.top_p, "seed": query.seed}
@@ -132,7 +135,9 @@ class Anthropic:
 
         given = {k: v for k, v in (("api_key", api_key), ("base_url", base_url)) if v is not None}
         http = DefaultHttpxClient(event_hooks=_deadline(timeout_s))
-        return Client(timeout=timeout_s, max_retries=0, http_client=http, **given)
+        made = Client(timeout=timeout_s, max_retries=0, http_client=http, **given)
+        weakref.finalize(made, http.close)
+        return made
 
     def ask(self, client, query):
         system = "\n\n".join(m["content"] for m in query.messages if m["role"] == "system")
