@@ -34,6 +34,7 @@ USAGE = """sweeps <command> ...
   export DIR OUT key=value ...   vectors as one .parquet or .npz file, chosen by framing=warm --layers 16 --where ...;
                                  directions as .gguf for llama.cpp
   verify DIR [--deep]      check every file and row of a run against its commits
+                           (--reopen lets damaged units run again)
   gc     DIR [--dry-run]   delete what no commit names
 
 Choose an experiment with experiment=NAME; change anything with key=value.
@@ -252,12 +253,22 @@ def _show(arguments: list[str]) -> int:
 
 
 def _verify(arguments: list[str]) -> int:
-    from .verify import verify
+    from .verify import reopen, verify
 
-    given = _parsed(arguments, "verify", "Check a run folder against its commits.", "dir", "--deep")
+    given = _parsed(arguments, "verify", "Check a run folder against its commits.", "dir", "--deep", "--reopen")
     found = verify(given.dir, deep=given.deep)
     print("\n".join(found.lines))
+    if found.damaged and given.reopen:
+        opened = reopen(given.dir, found.damaged)
+        print(f"reopened {', '.join(opened)}: the command that started the run runs {_units(len(opened))} again")
+    elif found.damaged:
+        print(f"restore these files from a copy, or let {_units(len(found.damaged))} and what stands on their trunks run "
+              f"again: sweeps verify {given.dir} {'--deep ' * given.deep}--reopen, then the command of the run")  # fmt: skip
     return COMPLETE if found.ok else ERROR
+
+
+def _units(count: int) -> str:
+    return f"{count} unit{'s' * (count != 1)}"
 
 
 def _gc(arguments: list[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,17 +50,24 @@ def collect(root: store.Root, *, dry_run: bool = False, leased: bool = False) ->
     """
     run = Run(root)
     if not (leased or dry_run):
-        lease = Lease(root)
-        try:
-            lease.acquire()
-        except Held as error:
-            raise RunRefused(str(error)) from None
-        try:
+        with exclusively(root):
             return collect(root, leased=True)
-        finally:
-            lease.release()
     light = [replace(c, cells=(), failed=(), children=()) for c in store.list_commits(root)]
     found = list(uncommitted(run, light))
     for path in () if dry_run else found:
         store.delete(run.root, path)
     return found
+
+
+@contextmanager
+def exclusively(root: store.Root) -> Iterator[None]:
+    """Hold a folder's lease. RunRefused where a driver holds it."""
+    lease = Lease(root)
+    try:
+        lease.acquire()
+    except Held as error:
+        raise RunRefused(str(error)) from None
+    try:
+        yield
+    finally:
+        lease.release()

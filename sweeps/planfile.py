@@ -54,7 +54,7 @@ def write(root: store.Root, part: int, axes: Sequence[AxisConfig], units: Iterab
     with (
         store.create(root, f"inputs/items-{part}.jsonl") as rows_out,
         store.create(root, f"plan/part-{part}.parquet") as out,
-        pq.ParquetWriter(out, columns, compression="zstd") as writer,
+        pq.ParquetWriter(out, columns, **tables.LAYOUT) as writer,
     ):
         buffer: list[tuple] = []
         for unit in units:
@@ -142,7 +142,7 @@ class PlanFile:
             where, fs = arrow(path)
             names = pq.read_schema(where, filesystem=fs).names
             wanted = None if columns is None else [c for c in columns if c in names]
-            table = pq.read_table(where, columns=wanted, filesystem=fs)
+            table = pq.read_table(where, columns=wanted, filesystem=fs, page_checksum_verification=True)
             found.append(table.filter(pc.is_valid(table["cell"])) if "cell" in table.column_names else table)
         return pa.concat_tables(found, promote_options="permissive")
 
@@ -203,7 +203,9 @@ class PlanFile:
             where, fs = arrow(self.parts[part])
             if "donors" not in pq.read_schema(where, filesystem=fs).names:
                 continue
-            table = pq.read_table(where, columns=["unit", "cell", "donors"], filesystem=fs)
+            table = pq.read_table(
+                where, columns=["unit", "cell", "donors"], filesystem=fs, page_checksum_verification=True
+            )
             own = dict(zip(table["cell"].to_pylist(), table["unit"].to_pylist(), strict=True))
             for unit, donors in zip(table["unit"].to_pylist(), table["donors"].to_pylist(), strict=True):
                 if outside := {d for d in donors or () if d and own.get(d) != unit}:
@@ -221,7 +223,7 @@ class PlanFile:
         found: dict[str, tuple[str, int]] = {}
         for part in range(len(self.parts)) if cells else ():
             where, fs = arrow(self.parts[part])
-            table = pq.read_table(where, columns=["cell", "unit"], filesystem=fs)
+            table = pq.read_table(where, columns=["cell", "unit"], filesystem=fs, page_checksum_verification=True)
             for row in np.flatnonzero(pc.is_in(table["cell"], value_set=pa.array(list(cells), pa.string()))):
                 unit = table["unit"][row].as_py()
                 found[table["cell"][row].as_py()] = (unit, int(row) - self._where[unit][1])
@@ -245,7 +247,7 @@ class PlanFile:
 
     def _groups(self, part: int, columns: list[str]) -> Iterator[pa.Table]:
         where, fs = arrow(self.parts[part])
-        with pq.ParquetFile(where, filesystem=fs) as file:
+        with pq.ParquetFile(where, filesystem=fs, page_checksum_verification=True) as file:
             for group in range(file.num_row_groups):
                 yield file.read_row_group(group, columns=columns)
 
@@ -320,7 +322,7 @@ class PlanFile:
         for path in self.parts:
             where, fs = arrow(path)
             names, starts, at = [], [], 0
-            with pq.ParquetFile(where, filesystem=fs) as file:
+            with pq.ParquetFile(where, filesystem=fs, page_checksum_verification=True) as file:
                 for group in range(file.num_row_groups):
                     units = file.read_row_group(group, columns=["unit"])["unit"].combine_chunks().dictionary_encode()
                     first = np.flatnonzero(np.diff(units.indices.to_numpy(), prepend=-1))
@@ -369,7 +371,7 @@ class PlanFile:
     @functools.lru_cache(maxsize=2)  # noqa: B019 (one plan per run; a unit may stand in two)
     def _group(self, part: int, group: int) -> pa.Table:
         where, fs = arrow(self.parts[part])
-        return pq.ParquetFile(where, filesystem=fs).read_row_group(group)
+        return pq.ParquetFile(where, filesystem=fs, page_checksum_verification=True).read_row_group(group)
 
 
 def packed(ids: np.ndarray) -> np.ndarray:

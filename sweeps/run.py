@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
     from .runs import Runs
 
+_CHECKED = ds.ParquetFileFormat(
+    default_fragment_scan_options=ds.ParquetFragmentScanOptions(page_checksum_verification=True)
+)
 TABLES = {
     "messages": tables.MESSAGES,
     "records": tables.RECORDS,
@@ -154,7 +157,7 @@ class Run(Records, Results):
             partitioning = ds.partitioning(tables.RECORD_PARTITIONS, flavor="hive")
         found = [arrow(place(file))[0] for file in (self.files(name) if files is None else files)]
         base, fs = arrow(self.root)
-        return ds.dataset(found, schema=schema, format="parquet", partitioning=partitioning, filesystem=fs,
+        return ds.dataset(found, schema=schema, format=_CHECKED, partitioning=partitioning, filesystem=fs,
                           partition_base_dir=base)  # fmt: skip
 
     def table(self, name: str, columns: Sequence[str] | None = None, filter: Any = None) -> pa.Table:

@@ -54,7 +54,11 @@ RECORDS = _schema([
     ("row_end", pa.int64()),
     ("dtype", pa.string()),
 ])  # fmt: skip
+LAYOUT = {"compression": "zstd", "write_page_checksum": True}
+"""How tables are written: a page that was changed is found by whoever reads it, not only by `verify`."""
+
 RECORDS_LAYOUT = {
+    **LAYOUT,
     "compression": "lz4",
     "use_dictionary": [f.name for f in RECORDS if pa.types.is_string(f.type)]
     + ["message_idx", "layer", "num_pooled", "removed", "tokens.list.element", "positions.list.element"],

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
-from . import rows, tables, tensors
-from .garbage import TABLES, foreign, uncommitted
+from . import rows, store, tables, tensors
+from .garbage import TABLES, exclusively, foreign, uncommitted
 from .places import Remote, arrow
 from .run import Run
 from .store import Commit
@@ -23,6 +23,8 @@ class Verdict:
     """What `verify` found."""
 
     problems: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+    """Units whose files are not what their commits say."""
     counts: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -50,10 +52,13 @@ def verify(root: str | Path | Remote, *, deep: bool = False) -> Verdict:
     commits = list(run.commits())
     _check_cells(run, commits, found)
     for commit in commits:
+        before = len(found.problems)
         for file in commit.files:
             _check_file(run, file, deep, found)
         if deep:
             _check_rows(run, commit, found)
+        if len(found.problems) > before:
+            found.damaged.append(commit.unit)
     garbage = list(uncommitted(run, commits))
     if garbage:
         found.notes.append(f"{len(garbage)} files that no commit names, such as {garbage[0]} (sweeps gc deletes them)")
@@ -70,6 +75,34 @@ def verify(root: str | Path | Remote, *, deep: bool = False) -> Verdict:
         **{f"cells {state}": count for state, count in run.counts.items()},
     }  # fmt: skip
     return found
+
+
+def reopen(root: str | Path | Remote, units: Iterable[str]) -> list[str]:
+    """Delete the commits of damaged units, so that the command that started the run runs them again.
+
+    With a unit go its children and retries, and the units whose cells continue its trunks or are patched from its
+    cells: they must stand on what is sampled again. Returns all of them. The damaged ones go last, so that a reopening
+    that is cut off can be repeated. Takes the folder's lease; RunRefused where a driver holds it.
+    """
+    run = Run(root)
+    with exclusively(root):
+        commits = {commit.unit: commit for commit in run.commits()}
+        unit_of = {cell: commit.unit for commit in commits.values() for cell in (*commit.failed, *commit.cells)}
+        standing_on: dict[str, dict[str, None]] = {}
+        columns = [name for name in ("cell", "trunk", "donors") if name in run.cells.column_names]
+        for row in run.cells.select(columns).to_pylist():
+            if row["cell"] in unit_of:
+                for ground in (row["trunk"], *(row.get("donors") or ())):
+                    standing_on.setdefault(ground, {})[unit_of[row["cell"]]] = None
+        order = [unit for unit in dict.fromkeys(units) if unit in commits]
+        for unit in order:  # grows
+            above = [other for other in commits if other.startswith(f"{unit}.")]
+            for ground in (*commits[unit].trunks, *commits[unit].cells):
+                above += standing_on.get(ground, ())
+            order += [other for other in dict.fromkeys(above) if other not in order]
+        for unit in reversed(order):
+            store.delete(run.root, f"_commits/{unit}.json")
+    return order
 
 
 def _check_cells(run: Run, commits: list[Commit], found: Verdict) -> None:

@@ -183,7 +183,7 @@ class UnitWriter:
         for row in found:
             parts.setdefault(row["pool"] if table == "records" else None, []).append(row)
         sink = pa.BufferOutputStream()
-        layout = tables.RECORDS_LAYOUT if table == "records" else {"compression": "zstd"}
+        layout = tables.RECORDS_LAYOUT if table == "records" else tables.LAYOUT
         with pq.ParquetWriter(sink, schema, **layout) as out:
             for rows_of_pool in parts.values():  # a row group each, so that readers of one pool skip the others
                 out.write_table(pa.Table.from_pylist(rows_of_pool, schema=schema))

@@ -58,6 +58,10 @@ def no_hook_left_behind(hooks_are_noted):
         pytest.fail(f"hooks left behind: {', '.join(left)}", pytrace=False)
 
 
+USES_RAY = {"cluster", "sweep", "a_ray"}
+"""Fixtures of which one process should have one at a time."""
+
+
 NOTED: list = []
 """(weak reference to a module's hooks, handle id) of every hook registered since the test began."""
 
@@ -89,7 +93,13 @@ def smollm2_float32():
     return load("smollm2", dtype="float32", device="cpu")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    """Two processes share the suite, a file at a time; all that starts Ray is one group, which begins first."""
+    for item in items:
+        name = "ray" if USES_RAY & {*item.fixturenames} else item.path.name
+        item.add_marker(pytest.mark.xdist_group(name))
+    items.sort(key=lambda item: next(item.iter_markers("xdist_group")).args[0] != "ray")
     if "torch" in sys.modules or any(item.get_closest_marker("gpu") for item in items):
         import torch
 

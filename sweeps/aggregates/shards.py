@@ -104,7 +104,9 @@ class Shard:
         for file in self.commit.files:
             if file["table"] == "records":
                 where, fs = arrow(place(self.run.full_path(file["path"])))
-                with pq.ParquetFile(where, filesystem=fs, read_dictionary=TEXTS) as opened:
+                with pq.ParquetFile(
+                    where, filesystem=fs, read_dictionary=TEXTS, page_checksum_verification=True
+                ) as opened:
                     groups = _groups(opened.metadata, pools)
                     table = opened.read_row_groups(groups, columns, use_threads=False)  # an older version may lack some
                 if self._inside:

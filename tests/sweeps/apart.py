@@ -30,12 +30,13 @@ def wait(process: BaseProcess, timeout_s: float = 180) -> int:
     return process.exitcode
 
 
-def until(holds: Callable[[], Any], timeout_s: float = 120) -> None:
-    """Wait for a condition."""
+def until(holds: Callable[[], Any], timeout_s: float = 120) -> Any:
+    """Wait for a condition, and return what it gave."""
     deadline = time.monotonic() + timeout_s
-    while not holds():
+    while not (found := holds()):
         assert time.monotonic() < deadline, f"waited {timeout_s} s in vain"
         time.sleep(0.01)
+    return found
 
 
 def _call(function: Callable[..., Any], arguments: tuple, env: dict[str, str]) -> None:

@@ -23,9 +23,7 @@ from sweeps.failpoints import reach
 from sweeps.units import part_of, unpack
 
 
-def config(
-    rows, *, turns=0, trunk_seeds=1, seeds=2, unit_cells=4, executor="inline", cluster=None, **run
-) -> SweepConfig:
+def config(rows, *, turns=0, trunk_seeds=1, seeds=2, unit_cells=4, cluster=None, **run) -> SweepConfig:
     """A sweep of scripted talk over these items; `cluster` overrides fields of its section."""
     return SweepConfig(
         experiment="fake",
@@ -36,7 +34,7 @@ def config(
             branch=BranchConfig(turns=1, seeds=seeds),
         ),
         plan=PlanConfig(unit_cells=unit_cells),
-        cluster=ClusterConfig(executor=executor, **(cluster or {})),
+        cluster=ClusterConfig(**{"executor": "inline", **(cluster or {})}),
         run=RunConfig(progress="none", interval_s=0.2, **run),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import numpy as np
 
@@ -52,16 +53,25 @@ def settings(model, *, num_items=3, unit_cells=4, seeds=2, executor="inline", **
 
 
 class Switch:
-    """What `analyze` does next: raise for an item; kill its process where the item's column `do` says so."""
+    """What `analyze` does next in this process: raise for an item."""
 
     fail_item: str | None = None
-    obey = True
+
+
+def trouble(what, path):
+    """Columns of an item whose cells kill, hang or raise as long as there is a file at `path`."""
+    return {"do": what, "while": str(path)}
 
 
 def analyze(conversation):
-    if Switch.obey and conversation.row.get("do") == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if conversation.row["id"] == Switch.fail_item:
+    row = conversation.row
+    if row.get("do") and os.path.exists(row["while"]):
+        if row["do"] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        while row["do"] == "hang":
+            time.sleep(1)
+        raise RuntimeError("it was told to")
+    if row["id"] == Switch.fail_item:
         raise ValueError("this item cannot be analysed")
     return {"words": float(sum(len(m.content.split()) for m in conversation.transcript))}
 

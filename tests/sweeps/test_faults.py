@@ -1,223 +1,48 @@
-"""Faults on a real Ray cluster of three nodes: every cell is committed once, failed, or still pending."""
+"""Faults of real sweeps on three real Ray nodes: a float32 model, nothing mocked.
+
+Each ends with a folder that `verify --deep` finds whole and with results equal to those of an undisturbed run.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import os
 import random
-import re
 import signal
+import subprocess
 import threading
 import time
-import urllib.request
-from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from sweeps import driver, store
 from sweeps import run as reader
 from sweeps.aggregates.results import read_results
-from sweeps.metrics import METRICS
-from sweeps.planfile import PlanFile
-from sweeps.verify import verify
+from sweeps.cli import main
+from sweeps.lease import Lease
 from tests.sweeps import apart
-from tests.sweeps.fakes import config, items
-from tests.sweeps.small import Switch, build_model, contents, same, settings
+from tests.sweeps.nodes import Beside, add_node, on_nodes
+from tests.sweeps.small import contents, same, settings, trouble
 
 pytestmark = pytest.mark.slow
-FAKE = "tests.sweeps.fakes:FakeReplica"
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    """A head without room for replicas, and two nodes with a slot each, standing in for two machines with a GPU."""
-    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 (as Ray spells it)
-    from ray.cluster_utils import Cluster
-
-    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100_000_000,
-            "_system_config": {"metrics_report_interval_ms": 500}}  # fmt: skip
-    made = Cluster(initialize_head=True, head_node_args=head)
-    made.workers = [add_node(made), add_node(made)]
-    yield made
-    made.shutdown()
+def run(folder, address, model, changes=(), **where):
+    """The 32 cells of `undisturbed` over 8 trunks, a unit each, as a process of its own would run them."""
+    cluster = on_nodes(address, in_flight=1, **where)
+    return driver.run(settings(model, cluster=cluster, **{"num_items": 8, **dict(changes)}), folder)
 
 
-def add_node(cluster):
-    return cluster.add_node(num_cpus=1, resources={"slot": 1}, object_store_memory=100_000_000)
+def armed(failpoints):
+    """The environment of a process that meets these, whoever met them before."""
+    return {"SWEEPS_FAILPOINTS": failpoints, "SWEEPS_FAILPOINTS_ONCE": ""}
 
 
-def nodes(address, **changes):
-    return {"executor": "ray", "address": address, "replicas": 2, "resources": {"slot": 1}, "rows": 8, **changes}
-
-
-@pytest.fixture
-def sweep(cluster, tmp_path, monkeypatch):
-    """`sweep(items, ...)` runs a fake sweep on the cluster; `.settled()` and `.events` tell what it did."""
-    monkeypatch.setenv("SWEEPS_FAILPOINTS_ONCE", str(tmp_path / "once"))
-    (tmp_path / "once").mkdir()
-    return Sweep(cluster, tmp_path / "run")
-
-
-class Sweep:
-    def __init__(self, cluster, folder):
-        self.cluster, self.folder = cluster, folder
-
-    def __call__(self, rows, **options):
-        wanted = {
-            "address": self.cluster.address,
-            "replicas": 2,
-            "resources": {"slot": 1},
-            **options.pop("cluster", {}),
-        }
-        settings = config(rows, executor="ray", cluster=wanted, **options)
-        return driver.run(settings, self.folder, replica=FAKE)
-
-    def real(self, model, **changes):
-        """A real sweep with a tiny model on the cluster."""
-        return driver.run(
-            settings(model, cluster=nodes(self.cluster.address, **changes.pop("nodes", {})), **changes), self.folder
-        )
-
-    @property
-    def events(self):
-        path = self.folder / "events.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def wait_for(self, kind, count=1, timeout_s=60):
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            found = [event for event in self.events if event["event"] == kind]
-            if len(found) >= count:
-                return found
-            time.sleep(0.05)
-        raise AssertionError(f"no {count} {kind} events; there are {Counter(e['event'] for e in self.events)}")
-
-    def settled(self):
-        """Each cell of the plan belongs to one commit: (held, failed), after checking it."""
-        commits = {commit.unit: commit for commit in store.list_commits(self.folder)}
-        held = Counter(cell for commit in commits.values() for cell in commit.cells)
-        failed = Counter(cell for commit in commits.values() for cell in commit.failed)
-        cells = set(PlanFile(self.folder).table(["cell"])["cell"].to_pylist())
-        assert set(held) | set(failed) == cells and not set(held) & set(failed)
-        assert set((held + failed).values()) == {1}
-        trunks = Counter(trunk for commit in commits.values() for trunk in commit.trunks)
-        assert set(trunks.values()) <= {1}
-        assert verify(self.folder, deep=True).ok
-        return held, failed
-
-    def later(self, action):
-        """Run `action(self)` beside the sweep; its failure fails the test."""
-        self.error = None
-
-        def run():
-            try:
-                action(self)
-            except BaseException as error:
-                self.error = error
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        return thread
-
-
-@pytest.mark.parametrize("point", ["replica.loaded", "replica.started"])
-def test_a_replica_killed_anywhere_loses_nothing(sweep, monkeypatch, point):
-    monkeypatch.setenv("SWEEPS_FAILPOINTS", f"{point}=kill")
-    assert sweep(items(12), turns=2, unit_cells=4) == 0
-    assert sweep.settled()[1] == {}
-    assert len([e for e in sweep.events if e["event"] == "lost"]) == 1
-
-
-def test_a_cell_that_kills_its_process_ends_alone_and_the_others_as_undisturbed(sweep, model, tmp_path, monkeypatch):
-    rows = [{"id": f"i{n}", "topic": f"topic {n}", "do": do} for n, do in enumerate(("", "kill"))]
-    one_each = {"scenario__items": rows, "seeds": 1, "grid": {"framing": {"warm": "Be warm."}}, "unit_cells": 8}
-    monkeypatch.setattr(Switch, "obey", False)
-    assert driver.run(settings(model, **one_each), tmp_path / "undisturbed") == 0
-    assert sweep.real(model, **one_each) == 3
-    held, failed = sweep.settled()
-    assert len(held) == len(failed) == 1
-    run = reader.open(sweep.folder)
-    (row,) = run.table("failures").to_pylist()
-    assert next(c["item"] for c in run.cells.to_pylist() if c["cell"] == row["cell"]) == "i1"
-    assert row["attempts"] == 3 and "died" in row["error"]
-    (failing,) = [commit for commit in store.list_commits(sweep.folder) if commit.failed]
-    assert failing.unit.startswith("u000000.") and not failing.cells
-    talk, values = contents(tmp_path / "undisturbed")
-    fine = {cell: said for cell, said in talk.items() if cell in held}
-    same(contents(sweep.folder), (fine, {at: value for at, value in values.items() if at[0] in held}))
-
-
-def test_a_cell_that_hangs_is_found_by_its_stillness(sweep):
-    assert sweep(items(3, i1="hang"), seeds=1, unit_cells=1, cluster={"stall_s": 1.5}) == 3
-    held, failed = sweep.settled()
-    assert len(held) == 2 and len(failed) == 1
-
-
-def test_a_trunk_that_kills_its_process_fails_its_cells_only(sweep):
-    assert sweep(items(3, i1="kill_trunk"), turns=1, seeds=2, unit_cells=8) == 3
-    held, failed = sweep.settled()
-    assert len(held) == 4 and len(failed) == 2
-
-
-def test_a_node_goes_and_another_comes(sweep, cluster, model, undisturbed):
-    codes = []
-    thread = threading.Thread(target=lambda: codes.append(sweep.real(model, num_items=8, unit_cells=2)))
-    thread.start()
-    sweep.wait_for("dispatched", 3)
-    cluster.remove_node(cluster.workers.pop(0), allow_graceful=False)
-    cluster.workers.append(add_node(cluster))
-    thread.join()
-    assert codes == [0] and sweep.settled()[1] == {}
+def is_whole(sweep, undisturbed):
+    assert sweep.settled()[1] == set()
     same(contents(sweep.folder), undisturbed)
-    assert len({e["node"] for e in sweep.events if e["event"] == "placed"}) >= 2
-    assert all(not e["counts"] for e in sweep.events if e["event"] == "lost")
-
-
-def test_no_replica_and_none_coming_ends_in_bounded_time_and_says_why(sweep, capsys):
-    begun = time.monotonic()
-    assert sweep(items(2), cluster={"resources": {"unobtainium": 1}, "load_s": 2}) == 1
-    assert time.monotonic() - begun < 30
-    said = capsys.readouterr().err
-    assert "none coming" in said and "unobtainium" in said and "slot" in said
-    assert sweep(items(2)) == 0
-
-
-def test_random_kills_for_a_minute(sweep, model, tmp_path):
-    """Replicas are killed a moment after they are ready, for as long as there is work."""
-    much = {"num_items": 24, "seeds": 4, "unit_cells": 8}
-    assert driver.run(settings(model, **much), tmp_path / "undisturbed") == 0
-    stop = threading.Event()
-
-    def killer(sweep):
-        rng, until = random.Random(0), time.monotonic() + 60
-        while time.monotonic() < until and not stop.wait(rng.uniform(0.2, 0.8)):
-            lost = {e["replica"] for e in sweep.events if e["event"] == "lost"}
-            ready = {e["replica"] for e in sweep.events if e["event"] == "ready"} - lost
-            alive = [e["pid"] for e in sweep.events if e["event"] == "placed" and e["replica"] in ready]
-            if alive:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(rng.choice(alive), signal.SIGKILL)
-
-    thread = sweep.later(killer)
-    code = sweep.real(model, nodes={"max_deaths": 100}, **much)
-    stop.set()
-    thread.join()
-    assert code == 0 and sweep.error is None
-    assert sweep.settled()[1] == {} and sum(e["event"] == "lost" for e in sweep.events) >= 3
-    same(contents(sweep.folder), contents(tmp_path / "undisturbed"))
-
-
-def test_killed_at_every_step_of_a_real_unit_equals_undisturbed(sweep, model, tmp_path, monkeypatch):
-    assert driver.run(settings(model), tmp_path / "undisturbed") == 0
-    points = ("replica.in_forward=kill@5", "writer.in_file=kill", "writer.linked=kill", "writer.before_commit=kill",
-              "writer.committed=kill")  # fmt: skip
-    monkeypatch.setenv("SWEEPS_FAILPOINTS", ",".join(points))
-    assert sweep.real(model, unit_cells=2) == 0
-    assert len([e for e in sweep.events if e["event"] == "lost"]) == len(points)
-    assert verify(sweep.folder, deep=True).ok
-    same(contents(sweep.folder), contents(tmp_path / "undisturbed"))
-    close(*(read_results(folder) for folder in (sweep.folder, tmp_path / "undisturbed")))
 
 
 def close(a, b):
@@ -234,142 +59,259 @@ def close(a, b):
         assert a == (pytest.approx(b, rel=1e-4, abs=1e-5) if isinstance(b, float) else b)
 
 
-def test_a_stop_hands_the_rest_over_and_the_same_command_continues(sweep, monkeypatch):
-    monkeypatch.setenv("SWEEPS_FAKE_PAUSE_S", "0.3")
-
-    def stop(sweep):
-        sweep.wait_for("dispatched", 2)
-        time.sleep(1)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = sweep.later(stop)
-    assert sweep(items(40), turns=1, seeds=1, unit_cells=20) == 4
-    thread.join()
-    handed = [child["id"] for commit in store.list_commits(sweep.folder) for child in commit.children]
-    assert handed and all(name.endswith(".0") for name in handed)
-    monkeypatch.setenv("SWEEPS_FAKE_PAUSE_S", "0")
-    assert sweep(items(40), turns=1, seeds=1, unit_cells=20) == 0
-    assert sweep.settled()[1] == {}
+# ---- replicas and nodes
 
 
-def signalled(folder, address):
-    two = {"address": address, "replicas": 2, "resources": {"slot": 1}}
-    wanted = config(items(40), turns=1, seeds=1, unit_cells=20, executor="ray", cluster=two)
-    return driver.run(wanted, folder, replica=FAKE)
+def test_replicas_killed_at_every_step_of_a_unit(sweep, model, tmp_path, monkeypatch):
+    assert driver.run(settings(model), tmp_path / "undisturbed") == 0
+    points = ("replica.loaded", "replica.started@2", "replica.in_forward@5", "writer.in_file", "writer.linked",
+              "writer.before_commit", "writer.committed")  # fmt: skip
+    armed = [f"{name}=kill@{nth or 1}" for name, _, nth in (point.partition("@") for point in points)]
+    monkeypatch.setenv("SWEEPS_FAILPOINTS", ",".join(armed))
+    assert sweep(model, unit_cells=2) == 0
+    assert len(sweep.said("lost")) == len(points)
+    is_whole(sweep, contents(tmp_path / "undisturbed"))
+    close(*(read_results(folder) for folder in (sweep.folder, tmp_path / "undisturbed")))
 
 
-def test_sigterm_stops_a_driver_that_is_connected_to_ray(sweep, cluster):
-    process = apart.start(signalled, sweep.folder, cluster.address, SWEEPS_FAKE_PAUSE_S="0.3")
-    sweep.wait_for("dispatched", 2)
-    time.sleep(1)
-    process.terminate()
-    assert apart.wait(process, 30) == 4
-    assert any(commit.children for commit in store.list_commits(sweep.folder))
-
-
-def real_run(folder, address, model):
-    return driver.run(settings(model, num_items=8, unit_cells=2, cluster=nodes(address)), folder)
-
-
-def test_a_driver_killed_on_ray_leaves_nothing_that_a_second_one_does_twice(sweep, cluster, model, undisturbed):
-    """Its replicas may go on for a while, and commit."""
-    first = apart.start(real_run, sweep.folder, cluster.address, model)
+def test_a_node_goes_and_another_comes(sweep, cluster, model, undisturbed):
+    running = Beside(lambda: sweep(model, num_items=8, unit_cells=2))
     sweep.wait_for("dispatched", 3)
+    cluster.remove_node(cluster.workers.pop(0), allow_graceful=False)
+    cluster.workers.append(add_node(cluster))
+    assert running.join() == 0
+    is_whole(sweep, undisturbed)
+    assert len({event["node"] for event in sweep.said("placed")}) >= 2
+    assert not any(event["counts"] for event in sweep.said("lost"))
+
+
+def test_a_machine_that_stands_still_past_its_retrys_commit_and_goes_on_loses(
+    sweep, cluster, model, undisturbed, monkeypatch
+):  # fmt: skip
+    """Its worker is stopped just before its commit, and its raylet with it, so that nobody can kill the worker."""
+    monkeypatch.setenv("SWEEPS_FAILPOINTS", "writer.before_commit=stop")
+
+    def freeze():
+        placed = apart.until(lambda: [event for event in sweep.said("placed") if state(event["pid"]) == "T"])[0]
+        worker = placed["pid"]
+        (frozen,) = [node for node in cluster.workers if node.node_id == placed["node"]]
+        raylet = frozen.all_processes["raylet"][0].process.pid
+        os.kill(raylet, signal.SIGSTOP)
+        try:
+            sweep.wait_for("lost")
+            apart.until(lambda: len(list(store.list_commits(sweep.folder))) == 8)
+            assert state(worker) == "T", "stopped, and not killed"
+            os.kill(worker, signal.SIGCONT)
+            time.sleep(2)
+            assert state(worker) in ("R", "S"), "it went on"
+        finally:
+            os.kill(raylet, signal.SIGCONT)
+
+    frozen = Beside(freeze)
+    assert sweep(model, {"stall_s": 6}, num_items=8, unit_cells=4) == 0
+    frozen.join()
+    is_whole(sweep, undisturbed)
+
+
+def state(pid):
+    """One letter: R, S, T (stopped), or nothing where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+def test_random_kills_for_a_minute(sweep, model, tmp_path):
+    """Replicas are killed a moment after they are ready, for as long as there is work."""
+    much = {"num_items": 24, "seeds": 4, "unit_cells": 8}
+    assert driver.run(settings(model, **much), tmp_path / "undisturbed") == 0
+    stop = threading.Event()
+
+    def kill():
+        rng, until = random.Random(0), time.monotonic() + 60
+        while time.monotonic() < until and not stop.wait(rng.uniform(0.2, 0.8)):
+            ready = {e["replica"] for e in sweep.said("ready")} - {e["replica"] for e in sweep.said("lost")}
+            alive = [e["pid"] for e in sweep.said("placed") if e["replica"] in ready]
+            if alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rng.choice(alive), signal.SIGKILL)
+
+    killing = Beside(kill)
+    code = sweep(model, {"max_deaths": 100}, **much)
+    stop.set()
+    killing.join()
+    assert code == 0 and len(sweep.said("lost")) >= 3
+    is_whole(sweep, contents(tmp_path / "undisturbed"))
+
+
+# ---- the driver
+
+
+def test_a_driver_killed_at_every_phase_one_after_the_other_and_two_at_once(sweep, cluster, model, undisturbed):
+    """Each start but the first is a resume, which is killed in its turn."""
+
+    def start(failpoints=""):
+        return apart.start(run, sweep.folder, cluster.address, model, **armed(failpoints))
+
+    def killed(point):
+        assert apart.wait(start(f"driver.{point}")) == -signal.SIGKILL, point
+        committed.append({c.unit for c in store.list_commits(sweep.folder)} if sweep.folder.exists() else set())
+
+    committed = [set()]
+    for point in ("leased=kill", "planned=kill", "connected=kill", "dispatched=kill", "acked=kill"):
+        killed(point)
+    first = start("driver.acked=hang")
+    apart.until(lambda: len(list(store.list_commits(sweep.folder))) > len(committed[-1]))
+    assert apart.wait(start()) == 5, "of two drivers the second is refused"
     first.kill()
     first.join()
-    assert real_run(sweep.folder, cluster.address, model) == 0
-    assert sweep.settled()[1] == {}
+    for point in ("dispatched=kill@2", "complete=kill", "aggregated=kill"):
+        killed(point)
+    assert all(before <= after for before, after in itertools.pairwise(committed))
+    assert 0 < len(committed[5]) < 8 == len(committed[-1])
+    assert apart.wait(start()) == 0
+    is_whole(sweep, undisturbed)
+
+
+def test_thirty_seconds_of_notice_are_enough_to_hand_over(sweep, cluster, model, undisturbed):
+    running = apart.start(run, sweep.folder, cluster.address, model, SWEEPS_FAILPOINTS="")
+    sweep.wait_for("dispatched", 3)
+    begun = time.monotonic()
+    running.terminate()
+    assert apart.wait(running) == 4 and time.monotonic() - begun < 30
+    assert run(sweep.folder, cluster.address, model) == 0
+    is_whole(sweep, undisturbed)
+
+
+def test_no_replica_and_none_coming_ends_in_bounded_time_and_says_why(sweep, cluster, model, undisturbed, capsys):
+    begun = time.monotonic()
+    assert sweep(model, {"resources": {"unobtainium": 1}, "load_s": 2}, num_items=8) == 1
+    assert time.monotonic() - begun < 30
+    said = capsys.readouterr().err
+    assert "none coming" in said and "unobtainium" in said and "slot" in said
+    assert run(sweep.folder, cluster.address, model) == 0
+    is_whole(sweep, undisturbed)
+
+
+# ---- cells and trunks
+
+
+def test_cells_that_kill_hang_and_raise_and_a_trunk_that_fails_end_alone(sweep, cluster, model, tmp_path):
+    """The driver is killed too, where it divides a unit and where it opens failed ones. Without the cause all is well."""
+    broken, calm = tmp_path / "broken", {"id": "i0", "topic": "tea"}
+    items = [calm, {"id": "killer", "topic": "rain", **trouble("kill", broken)},
+             {"id": "hanger", "topic": "sleep", **trouble("hang", broken)},
+             {"id": "raiser", "topic": "salt", **trouble("raise", broken)},
+             {"id": "long", "topic": "and so on " * 200}]  # fmt: skip
+    plan = {"scenario__items": [{"do": "", "while": "", **item} for item in items], "seeds": 1, "unit_cells": 2,
+            "grid": {"framing": {"warm": "Be warm."}}}  # fmt: skip
+    assert driver.run(settings(model, **plan), tmp_path / "undisturbed") == 3
+    undisturbed = contents(tmp_path / "undisturbed")
+    assert len(undisturbed[0]) == 4, "all but those of the trunk that does not fit"
+
+    def start(failpoints="", **changes):
+        wanted = {**plan, "run": {"progress": "none", "interval_s": 0.2, **changes}}
+        return apart.start(poisoned, sweep.folder, cluster.address, model, wanted, **armed(failpoints))
+
+    broken.touch()
+    assert apart.wait(start("driver.split=kill")) == -signal.SIGKILL
+    assert apart.wait(start()) == 3
+    held, failed = sweep.settled()
+    found = reader.open(sweep.folder)
+    item_of = {row["cell"]: row["item"] for row in found.cells.to_pylist()}
+    assert {item_of[cell] for cell in held} == {"i0"} and len(failed) == 4
+    errors = {item_of[row["cell"]]: row["error"] for row in found.table("failures").to_pylist() if row["cell"]}
+    for item, error in {"killer": "died", "hanger": "no movement", "raiser": "it was told to", "long": "fit"}.items():
+        assert error in errors[item]
+    broken.unlink()
+    assert apart.wait(start("driver.reopened=kill", retry_failed=True)) == -signal.SIGKILL
+    assert apart.wait(start(retry_failed=True)) == 3
+    assert {item_of[cell] for cell in sweep.settled()[1]} == {"long"}
     same(contents(sweep.folder), undisturbed)
 
 
-def terminated(folder, address, after_s):
-    before = driver.reach
-
-    def reach(point):
-        if point == "driver.planned":
-            threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        before(point)
-
-    driver.reach = reach
-    one = {"replicas": 1, "address": address, "resources": {"slot": 1}}
-    return driver.run(config(items(4), executor="ray", cluster=one), folder, replica=FAKE)
+def poisoned(folder, address, model, wanted):
+    return run(folder, address, model, wanted, stall_s=6.0)
 
 
-@pytest.mark.parametrize("after_s", [0.3])
-def test_sigterm_while_the_driver_connects_to_ray_is_a_clean_stop(sweep, cluster, after_s):
-    """Without care Ray aborts the process there."""
-    process = apart.start(terminated, sweep.folder, cluster.address, after_s, SWEEPS_FAKE_PAUSE_S="1")
-    assert apart.wait(process, 60) == 4
-    assert sweep.events[-1]["reason"] == "received SIGTERM"
+# ---- disks and object stores
 
 
-def test_replicas_share_gpus_or_have_several_of_one_node(sweep, cluster, monkeypatch):
-    """Placement only: Ray's word for GPUs that do not exist."""
-    monkeypatch.setenv("SWEEPS_FAKE_PAUSE_S", "0.3")
-    node = cluster.add_node(num_cpus=4, num_gpus=2, object_store_memory=100_000_000)
+def test_a_disk_that_fills_stops_the_run_and_loses_nothing(sweep, model, undisturbed, tmp_path, monkeypatch, capsys):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("cannot mount a file system here")
     try:
-        assert sweep(items(8), seeds=1, unit_cells=1, cluster={"replicas": 4, "num_gpus": 0.5, "resources": {}}) == 0
-        where = [
-            line.split("gpus=")[1] for line in (sweep.folder.parent / "ran").read_text().splitlines() if "gpus" in line
-        ]
-        assert Counter(where) == {"0": 2, "1": 2}, "two replicas a GPU"
-        (sweep.folder.parent / "ran").unlink()
-        whole = Sweep(cluster, sweep.folder.parent / "whole")
-        assert whole(items(4), seeds=1, unit_cells=1, cluster={"replicas": 2, "num_gpus": 2, "resources": {}}) == 0
-        where = [
-            line.split("gpus=")[1] for line in (sweep.folder.parent / "ran").read_text().splitlines() if "gpus" in line
-        ]
-        assert where == ["0,1"], "one fits; the other waits for room, which is no error"
+        monkeypatch.setattr(driver, "MIN_FREE_BYTES", 0)
+        # No room to say that the lease is free: the second driver has to see that it is, and need not take a minute.
+        monkeypatch.setattr(driver, "Lease", lambda *place, **say: Lease(*place, **say, takeover_s=3.0))
+        sweep.folder = disk / "run"
+        wanted = {"num_items": 8, "run": {"progress": "none", "interval_s": 0.2, "force": True}}
+        assert sweep(model, **wanted) == 4
+        assert "disk is full" in capsys.readouterr().err
+        kept = {commit.unit for commit in store.list_commits(sweep.folder)}
+        subprocess.run(["mount", "-o", "remount,size=16m", str(disk)], check=True)
+        assert sweep(model, **wanted) == 0
+        assert kept < {commit.unit for commit in store.list_commits(sweep.folder)}
+        is_whole(sweep, undisturbed)
     finally:
-        cluster.remove_node(node)
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_every_metric_can_be_scraped_while_a_sweep_runs(sweep, cluster, monkeypatch):
-    monkeypatch.setenv("SWEEPS_FAKE_PAUSE_S", "0.1")
-    found = {}
+def test_an_object_store_that_refuses_is_silent_and_loses_replies(sweep, faulty, model, undisturbed, tmp_path):
+    """The driver and both replicas meet it; every commit is stored and the reply to its conditional put lost."""
+    seen, lost = {"PUT": 0, "GET": 0}, set()
 
-    def scrape(sweep):
-        import ray
+    def fault(number, method, path, headers):
+        if method == "PUT" and "/_commits/" in path and path not in lost:
+            assert headers["If-None-Match"] == "*"
+            lost.add(path)
+            return "lost"
+        if method not in seen:
+            return None
+        seen[method] += 1
+        if method == "PUT" and seen[method] in (15, 40):
+            return "hang"
+        return "503" if seen[method] % {"PUT": 6, "GET": 30}[method] == 0 else None
 
-        sweep.wait_for("dispatched", 4)
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline and found.get("cells_committed", 0) == 0:
-            for node in ray.nodes():
-                with contextlib.suppress(OSError):
-                    page = urllib.request.urlopen(
-                        f"http://127.0.0.1:{node['MetricsExportPort']}/metrics", timeout=5
-                    ).read()
-                    lines = re.findall(r"^ray_sweeps_(\w+)\{.*\} ([\d.e+]+)$", page.decode(), re.MULTILINE)
-                    found.update((name, float(value)) for name, value in lines)
-            time.sleep(0.3)
-
-    thread = sweep.later(scrape)
-    assert sweep(items(140), seeds=1, unit_cells=3) == 0
-    thread.join()
-    assert sweep.error is None
-    assert found.keys() == METRICS.keys()
-    assert found["cells_committed"] > 0 and found["replicas_ready"] > 0 and found["cells_failed"] == 0
+    sweep.folder = f"s3://runs/{tmp_path.name}"
+    with faulty.failing(fault):
+        assert sweep(model, num_items=8) == 0
+        assert len(lost) >= 8 and faulty.met["503"] >= 5 and faulty.met["hang"] == 2
+    is_whole(sweep, undisturbed)
+    assert reader.open(sweep.folder).table("failures").num_rows == 0
 
 
-def test_runs_of_one_process_share_loaded_replicas(cluster, tmp_path):
-    from sweeps import executors
-
-    with executors.shared():
-        for name in ("a", "b", "c"):
-            assert Sweep(cluster, tmp_path / name)(items(4), turns=1) == 0
-    lines = (tmp_path / "ran").read_text().splitlines()
-    loads = [line.split()[1] for line in lines if line.startswith("load")]
-    assert len(loads) >= 3 and len(set(loads)) <= 2, "three runs, at most two processes"
+# ---- growth and damage
 
 
-def test_what_only_loading_shows_ends_the_run_with_its_reason(cluster, tmp_path, capsys):
-    """The model's files are there and whole, and the weights are of another shape."""
-    model, folder = build_model(tmp_path / "model"), tmp_path / "run"
-    about = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**about, "intermediate_size": about["intermediate_size"] + 8}))
-    capsys.readouterr()
-    assert driver.run(settings(model, cluster=nodes(cluster.address)), folder) == 1
-    said = capsys.readouterr().err.strip()
-    assert said.startswith("stopped: 3 replicas could not load") and "\n" not in said
-    assert f"cannot load '{model}' as a model folder" in said and "another shape than its config.json says" in said
-    assert list(store.list_commits(folder)) == []
+def test_an_extension_by_other_replicas_over_a_damaged_folder(sweep, model, undisturbed, capsys):
+    """Half the grid on one replica; then files are damaged; then all of it on two, which need those trunks."""
+    half = {"num_items": 8, "seeds": 1, "unit_cells": 2}
+    assert sweep(model, {"replicas": 1}, **half) == 0
+    before = {commit.unit: commit for commit in store.list_commits(sweep.folder)}
+    shards = sorted((sweep.folder / "messages").iterdir())
+    flip(shards[1], -5000)
+    shards[2].write_bytes(shards[2].read_bytes()[:-7])
+    shards[3].unlink()
+    flip(next((sweep.folder / "activations").rglob("u000004-*")), -100)
+    (sweep.folder / "messages" / "notes.txt").write_text("mine")
+    whole = {**half, "seeds": 2}
+    assert sweep(model, **whole) == 1, "a trunk that cannot be read is not sampled a second time without a word"
+    assert "the run folder failed" in capsys.readouterr().err
+    assert main(["verify", str(sweep.folder), "--deep", "--reopen"]) == 1
+    said = capsys.readouterr().out
+    assert all(f"{shard.name} " in said for shard in shards[1:4]) and "notes.txt (left alone)" in said
+    left = {commit.unit: commit for commit in store.list_commits(sweep.folder)}
+    assert before.keys() - left.keys() == {"u000001", "u000002", "u000003", "u000004"}
+    assert all(before[unit] == left[unit] for unit in left.keys() & before.keys())
+    assert sweep(model, **whole) == 0
+    assert all(left[unit] == commit for commit in store.list_commits(sweep.folder) if (unit := commit.unit) in left)
+    is_whole(sweep, undisturbed)
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)

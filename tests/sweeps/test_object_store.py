@@ -12,23 +12,7 @@ from sweeps import run as reader
 from sweeps.places import Remote, place
 from sweeps.verify import verify
 from tests.sweeps import apart
-from tests.sweeps.faulty import FaultyStore
-from tests.sweeps.s3 import serving
 from tests.sweeps.small import contents, same, settings
-
-
-@pytest.fixture(scope="module")
-def faulty():
-    """An S3 server behind a proxy that a test can make fail; its client tries twice and waits half a second."""
-    import s3fs
-
-    patient, s3fs.S3FileSystem.read_timeout = s3fs.S3FileSystem.read_timeout, 0.5
-    try:
-        with serving(FaultyStore, AWS_MAX_ATTEMPTS="2") as proxy:
-            yield proxy
-            proxy.close()
-    finally:
-        s3fs.S3FileSystem.read_timeout = patient
 
 
 def small(model, *, seeds=2, **changes):

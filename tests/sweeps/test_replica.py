@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import subprocess
 from dataclasses import replace
 
 import pytest
 
 from sweeps import driver, store
 from sweeps import run as reader
-from sweeps.verify import verify
 from tests.sweeps.small import Switch, contents, same, settings
 from tests.tiny import tiny
 
@@ -178,26 +176,3 @@ def test_a_unit_whose_conditions_swap_its_models_files_each_record_under_its_own
     for row in run.cells.to_pylist():
         found = {r["model"] for r in run._index(None, {"cell": row["cell"]}).to_pylist()}
         assert found == {row["scenario.participants.bob.model"]}
-
-
-def test_a_disk_that_fills_stops_the_run_and_loses_nothing(model, tmp_path, monkeypatch, capsys):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("cannot mount a file system here")
-    try:
-        monkeypatch.setattr(driver, "MIN_FREE_BYTES", 0)
-        # No room to say that the lease is free: the second driver has to see that it is, and need not take a minute.
-        monkeypatch.setattr(driver, "Lease", functools.partial(driver.Lease, takeover_s=3.0))
-        wanted = settings(model, num_items=6, run={"progress": "none", "interval_s": 0.2, "force": True})
-        assert driver.run(wanted, disk / "run") == 4
-        assert "disk is full" in capsys.readouterr().err
-        kept = contents(disk / "run")
-        subprocess.run(["mount", "-o", "remount,size=16m", str(disk)], check=True)
-        assert driver.run(wanted, disk / "run") == 0
-        talk, values = contents(disk / "run")
-        assert len(talk) == 24 and len(kept[0]) < 24
-        same(kept, ({c: talk[c] for c in kept[0]}, {k: values[k] for k in kept[1]}))
-        assert verify(disk / "run", deep=True).ok
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)

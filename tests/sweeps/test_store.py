@@ -18,15 +18,13 @@ from sweeps.run import read_trunk
 from sweeps.verify import verify
 from sweeps.writer import UnitWriter
 from tests.sweeps import talk
-from tests.sweeps.s3 import serving
 from tests.sweeps.test_run import answer
 
 
-@pytest.fixture(scope="module")
-def s3():
+@pytest.fixture
+def s3(faulty):
     """The URL of a bucket of a real S3 server."""
-    with serving():
-        yield "s3://runs"
+    return "s3://runs"
 
 
 @pytest.fixture(params=["disk", "s3"])
