@@ -47,7 +47,7 @@ format: $(SETUP)
 	@$(PY) -m ruff check --quiet --fix . ; $(PY) -m ruff format .
 
 test: lint
-	@$(PY) -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	@$(PY) -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 bench: $(SETUP)
 	@$(PY) benchmarks/first.py

@@ -58,8 +58,7 @@ def no_hook_left_behind(hooks_are_noted):
         pytest.fail(f"hooks left behind: {', '.join(left)}", pytrace=False)
 
 
-USES_RAY = {"cluster", "sweep", "a_ray"}
-"""Fixtures of which one process should have one at a time."""
+ON_THE_CLUSTER = ("tests/sweeps/test_faults.py", "tests/sweeps/test_ray.py")
 
 
 NOTED: list = []
@@ -93,13 +92,22 @@ def smollm2_float32():
     return load("smollm2", dtype="float32", device="cpu")
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Two processes share the suite, a file at a time; those that share a Ray cluster go to one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return "cluster" if file in ON_THE_CLUSTER else file
+
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(items):
-    """Two processes share the suite, a file at a time; all that starts Ray is one group, which begins first."""
-    for item in items:
-        name = "ray" if USES_RAY & {*item.fixturenames} else item.path.name
-        item.add_marker(pytest.mark.xdist_group(name))
-    items.sort(key=lambda item: next(item.iter_markers("xdist_group")).args[0] != "ray")
+    """The longest first."""
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in ON_THE_CLUSTER)
     if "torch" in sys.modules or any(item.get_closest_marker("gpu") for item in items):
         import torch
 
