@@ -53,9 +53,9 @@ def faulty():
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"AWS_ENDPOINT_URL": proxy.url, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
                             "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "2",
-                            "FSSPEC_S3": json.dumps({"config_kwargs": {"read_timeout": 2}})}.items():  # fmt: skip
+                            "FSSPEC_S3": json.dumps({"config_kwargs": {"read_timeout": 1}})}.items():  # fmt: skip
             patch.setenv(name, value)  # processes that begin after this read them; this one has fsspec already:
-        patch.setattr(s3fs.S3FileSystem, "read_timeout", 2)
+        patch.setattr(s3fs.S3FileSystem, "read_timeout", 1)
         s3fs.S3FileSystem.clear_instance_cache()
         s3fs.S3FileSystem().mkdir("runs")
         yield proxy

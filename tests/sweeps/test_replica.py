@@ -9,6 +9,8 @@ import pytest
 
 from sweeps import driver, store
 from sweeps import run as reader
+from sweeps.planfile import PlanFile
+from sweeps.verify import reopen, verify
 from tests.sweeps.small import Switch, contents, same, settings
 from tests.tiny import tiny
 
@@ -107,6 +109,27 @@ def test_an_extension_continues_committed_trunks(model, undisturbed, tmp_path):
     same(contents(folder), contents(undisturbed))
     later = [c for c in store.list_commits(folder) if c.unit not in first]
     assert later and not any(c.trunks for c in later)
+
+
+def test_damaged_units_run_again_with_all_that_stands_on_them(model, undisturbed, tmp_path):
+    """The extension's units continue trunks of the first ones; a retry is a child."""
+    folder = tmp_path / "run"
+    Switch.fail_item = "i1"
+    assert driver.run(settings(model, seeds=1, unit_cells=2), folder) == 3
+    Switch.fail_item = None
+    again = settings(model, seeds=2, unit_cells=2)
+    again = replace(again, run=replace(again.run, retry_failed=True))
+    assert driver.run(again, folder) == 0
+    of_item = {row["item"]: row["unit"] for row in PlanFile(folder).table(["item", "unit"]).to_pylist()[::-1]}
+    for path in (folder / "messages").glob(f"{of_item['i1']}-*"):
+        path.unlink()
+    found = verify(folder)
+    assert found.damaged == [of_item["i1"]]
+    opened = reopen(folder, found.damaged)
+    assert opened[0] == of_item["i1"] and f"{opened[0]}.r" in opened and len(opened) == 3
+    assert driver.run(again, folder) == 0
+    assert verify(folder, deep=True).ok and reopen(folder, []) == []
+    same(contents(folder), contents(undisturbed))
 
 
 def test_a_cell_that_raises_is_a_row_in_failures_and_can_be_tried_again(model, undisturbed, tmp_path):
