@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from .views.view import Heard, View
 
 Speaker = Participant | str | int
+MAX_DENIED = 100
+"""Denied turns in a row after which a run without a number of turns fails: it would go on for ever."""
 
 
 class Conversation:
@@ -180,7 +182,7 @@ class Conversation:
         if prompt is not None:
             self._must_open()
             self.transcript.append(self.moderator_name, prompt)
-        taken, message, watched = 0, None, read_only(self)
+        taken, denied, message, watched = 0, 0, None, read_only(self)
         try:
             while True:
                 self.stop_reason = (stop.check(watched, message and message.copy()) if stop else None) or (
@@ -191,6 +193,12 @@ class Conversation:
                 name, speaker = speaker or self.communication.next_speaker(watched), None
                 message = (yield from self.turn(name)).message
                 taken += 1
+                denied = denied + 1 if message is None else 0
+                if turns is None and denied == MAX_DENIED:
+                    raise RuntimeError(
+                        f"message hooks denied {denied} turns in a row, the last of {name!r}, and nothing else would end "
+                        "this run; give turns=..., or let a hook approve or edit what comes again and again"
+                    )
         finally:
             self.conditions = []
 
