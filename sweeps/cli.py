@@ -128,7 +128,7 @@ def _run(arguments: list[str]) -> int:
             codes.append(_guarded(lambda: run_composed(composed)))
 
     multirun = any(a in ("-m", "--multirun") for a in arguments)
-    given = [a if a.startswith("-") else relaxed([a])[0] for a in arguments]
+    given = [a if a.startswith("-") else relaxed([a])[0] for a in _flags_first(arguments)]
     app = hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(task)
     with (
         tempfile.TemporaryDirectory() as scratch,
@@ -146,6 +146,16 @@ def _run(arguments: list[str]) -> int:
         except SystemExit as error:  # --help and the like, or argparse's own complaint
             return COMPLETE if not error.code else ERROR
     return STOPPED if STOPPED in codes else next((c for c in _WORST_FIRST if c in codes), COMPLETE)
+
+
+def _flags_first(arguments: list[str]) -> list[str]:
+    """Flags before overrides: Hydra reads overrides from one place only, as in `key=value -m`, not `a=1 -m b=2`."""
+    before = ["", *arguments[:-1]]
+    flags = [a for a, b in zip(arguments, before, strict=True) if "=" not in a or a[0] == "-" or b in _TAKE_A_PATH]
+    return [*flags, *(a for a in arguments if a not in flags)]
+
+
+_TAKE_A_PATH = ("--config-dir", "-cd", "--config-path", "-cp")
 
 
 def run_composed(composed: Any) -> int:

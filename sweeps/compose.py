@@ -155,7 +155,7 @@ def from_plain(plain: Mapping[str, Any], suffix: str = "") -> SweepConfig:
     run = dict(_mapping(data, "run", "of settings"))
     if not isinstance(given := run.get("dir"), (str, type(None))):
         raise ConfigError(f"run.dir must be a text, got {given!r}")
-    if given == "":
+    if given is not None and not given.strip():
         raise ConfigError("run.dir is empty; give a folder, or null for runs/<experiment>")
     run["dir"] = (run.get("dir") or f"runs/{Path(str(data.get('experiment', 'sweep'))).name}") + suffix
     data["run"] = run

@@ -139,6 +139,7 @@ def _continue(config: SweepConfig, root: Path | Remote, confirm: Callable[[], No
     plan = planfile.PlanFile(root)
     if not plan.parts:
         raise store.Damaged(f"{str(root)!r} has lost its plan/; restore it from a copy, or name another run.dir")
+    _check_sources(root, plan)
     known = plan.cell_ids()
     known.sort()
     new, still = 0, np.zeros(len(known), bool)
@@ -154,6 +155,14 @@ def _continue(config: SweepConfig, root: Path | Remote, confirm: Callable[[], No
         confirm()
         _extend(config, root, plan, known, plan.trunk_ids())
     return Entered(state="extended" if new else "same", num_cells=len(known) + new, new_cells=new)
+
+
+def _check_sources(root: Path | Remote, plan: planfile.PlanFile) -> None:
+    """Damaged where settings or directions are not those that the cells' ids were made of; items are as they are read."""
+    for part in range(len(plan.parts)):
+        for digest in plan.config(part).inputs.values():
+            if (root / f"inputs/{digest}.safetensors").is_file():
+                inputs.copied_direction(root, digest)
 
 
 def _batches(ids: Iterator[str], size: int = 65_536) -> Iterator[np.ndarray]:

@@ -211,17 +211,34 @@ def copy_into(config: SweepConfig, root: Any) -> None:
 
 
 def load_direction(config: SweepConfig, text: str, width: int, root: Any) -> Tensor:
-    """The direction [width] float32 that `text` names, from the run folder's copy; ValueError for another width."""
+    """The direction [width] float32 that `text` names, from the run folder's copy.
+
+    ValueError for another width; Damaged where the copy is not what was copied.
+    """
     import torch
-    from safetensors.torch import load
 
     source = parse_direction(text)
     if source.kind == "random":
         draw = torch.randn(width, generator=torch.Generator().manual_seed(source.seed), dtype=torch.float64)
         return (draw / draw.norm()).float()
-    tensor = load((place(root) / f"inputs/{config.inputs[text]}.safetensors").read_bytes())["direction"]
+    tensor = copied_direction(root, config.inputs[text])
     if tensor.numel() != width:
         raise ValueError(f"direction {text!r} has {tensor.numel()} values, the model's site has {width}")
+    return tensor
+
+
+def copied_direction(root: Any, digest: str) -> Tensor:
+    """A run folder's copy of a direction. Damaged: its content is not what its name says."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    name = f"inputs/{digest}.safetensors"
+    try:
+        tensor = load((place(root) / name).read_bytes())["direction"]
+    except (SafetensorError, KeyError) as error:
+        raise store.damaged(root, name, error) from None
+    if content_hash(tensor) != digest:
+        raise store.Damaged(f"{name} of {str(root)!r} was changed; restore it from a copy of the run")
     return tensor
 
 

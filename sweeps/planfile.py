@@ -1,20 +1,22 @@
 """The plan of a run folder: `plan/part-<k>.parquet`, one row per cell in plan order, one part per extension.
 
 A part's rows stand unit by unit; a row without a cell is a trunk that its unit samples for others. Item rows lie beside
-it in `inputs/items-<k>.jsonl`. `plan/retries-<k>.json` names the units that a `run.retry_failed` reopened, so that every
-later driver holds them open too. Nothing here is ever rewritten.
+it in `inputs/items-<k>.jsonl`; the part's footer holds the sha256 of these and of `config-<k>.yaml`, so that no cell can
+be run from others than its id was made of. A part appears when both are there. `plan/retries-<k>.json` names the units
+that a `run.retry_failed` reopened, so that every later driver holds them open too. Nothing here is ever rewritten.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,12 +24,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from . import store, tables
-from .config import AxisConfig, ConfigError
+from .config import AxisConfig, ConfigError, SweepConfig
 from .places import Remote, arrow, place
 from .plan import Cell, Trunk, Unit
 
 ROWS = 65_536
 """Per row group."""
+CONFIG_SHA256, ITEMS_SHA256 = "config_sha256", "items_sha256"
+"""What a part's footer says of its configuration and its items. Parts of earlier versions say nothing."""
 
 
 def schema(axes: Sequence[AxisConfig], patched: bool = False) -> pa.Schema:
@@ -47,31 +51,43 @@ def _axis_type(axis: AxisConfig) -> pa.DataType:
 def write(root: store.Root, part: int, axes: Sequence[AxisConfig], units: Iterable[Unit], patched: bool = False) -> int:
     """Write `plan/part-<part>.parquet` and the items of its units; the number of cells. Streamed.
 
-    patched: cells may have donors.
+    Where the folder has the part's `config-<part>.yaml`, its hash is kept. patched: cells may have donors.
     """
     columns, kinds = schema(axes, patched), {axis.path: _axis_type(axis) for axis in axes}
-    count, written = 0, {}
+    sealed, settings = {}, place(root) / f"config-{part}.yaml"
+    if settings.is_file():
+        sealed[CONFIG_SHA256] = hashlib.sha256(settings.read_bytes()).hexdigest()
     with (
-        store.create(root, f"inputs/items-{part}.jsonl") as rows_out,
         store.create(root, f"plan/part-{part}.parquet") as out,
         pq.ParquetWriter(out, columns, **tables.LAYOUT) as writer,
     ):
-        buffer: list[tuple] = []
-        for unit in units:
-            for item, row in unit.items.items():
-                if (known := hash(item)) not in written:
-                    written[known] = None
-                    rows_out.write(store.dump_json(row) + b"\n")
-            if len(written) > 2 * ROWS:  # items come in order: what was written long ago is not asked for again
-                written = dict.fromkeys(list(written)[ROWS:])
-            buffer += _rows(unit, kinds, patched)
-            count += len(unit.cells)
-            while len(buffer) >= ROWS:  # so that row r stands in row group r // ROWS
-                writer.write_table(_table(buffer[:ROWS], columns), row_group_size=ROWS)
-                buffer = buffer[ROWS:]
-        if buffer:
-            writer.write_table(_table(buffer, columns), row_group_size=ROWS)
+        with store.create(root, f"inputs/items-{part}.jsonl") as rows_out:
+            count, sealed[ITEMS_SHA256] = _write_units(writer, rows_out, units, columns, kinds, patched)
+        writer.add_key_value_metadata(sealed)
     return count
+
+
+def _write_units(writer: pq.ParquetWriter, rows_out: IO[bytes], units: Iterable[Unit], columns: pa.Schema,
+                 kinds: Mapping[str, pa.DataType], patched: bool) -> tuple[int, str]:  # fmt: skip
+    """The number of cells, and the sha256 of the items written."""
+    count, written, digest, buffer = 0, {}, hashlib.sha256(), []
+    for unit in units:
+        for item, row in unit.items.items():
+            if (known := hash(item)) not in written:
+                written[known] = None
+                line = store.dump_json(row) + b"\n"
+                digest.update(line)
+                rows_out.write(line)
+        if len(written) > 2 * ROWS:  # items come in order: what was written long ago is not asked for again
+            written = dict.fromkeys(list(written)[ROWS:])
+        buffer += _rows(unit, kinds, patched)
+        count += len(unit.cells)
+        while len(buffer) >= ROWS:  # so that row r stands in row group r // ROWS
+            writer.write_table(_table(buffer[:ROWS], columns), row_group_size=ROWS)
+            buffer = buffer[ROWS:]
+    if buffer:
+        writer.write_table(_table(buffer, columns), row_group_size=ROWS)
+    return count, digest.hexdigest()
 
 
 def _rows(unit: Unit, kinds: Mapping[str, pa.DataType], patched: bool) -> Iterator[tuple]:
@@ -149,7 +165,8 @@ class PlanFile:
     @property
     def num_cells(self) -> int:
         """Of all parts."""
-        return sum(info.num_cells for info in self.infos())
+        groups = (table["cell"] for part in range(len(self.parts)) for table in self._groups(part, ["cell"]))
+        return sum(len(cells) - cells.null_count for cells in groups)
 
     @property
     def num_items(self) -> int:
@@ -203,9 +220,8 @@ class PlanFile:
             where, fs = arrow(self.parts[part])
             if "donors" not in pq.read_schema(where, filesystem=fs).names:
                 continue
-            table = pq.read_table(
-                where, columns=["unit", "cell", "donors"], filesystem=fs, page_checksum_verification=True
-            )
+            columns = ["unit", "cell", "donors"]
+            table = pq.read_table(where, columns=columns, filesystem=fs, page_checksum_verification=True)
             own = dict(zip(table["cell"].to_pylist(), table["unit"].to_pylist(), strict=True))
             for unit, donors in zip(table["unit"].to_pylist(), table["donors"].to_pylist(), strict=True):
                 if outside := {d for d in donors or () if d and own.get(d) != unit}:
@@ -300,6 +316,30 @@ class PlanFile:
         content = {"part": len(self.parts) - 1, "units": list(units)}
         store.write_new(self.root, f"plan/retries-{len(self.retries())}.json", store.dump_json(content))
 
+    def config(self, part: int) -> SweepConfig:
+        """The configuration with which a part entered the run. Damaged: it is not what it was then."""
+        name = f"config-{part}.yaml"
+        plain = store.read_yaml(self.root, name)
+        wanted = self._sealed(part).get(CONFIG_SHA256)
+        if wanted and hashlib.sha256((self.root / name).read_bytes()).hexdigest() != wanted:
+            raise store.Damaged(f"{name} of {str(self.root)!r} was changed; restore it from a copy of the run")
+        try:
+            return SweepConfig.from_dict(plain)
+        except ConfigError as error:
+            raise store.damaged(self.root, name, error) from None
+
+    def check_items(self, part: int) -> None:
+        """Read a part's items. Damaged: they are not what they were when it was planned."""
+        self._items(part)
+
+    def _sealed(self, part: int) -> dict[str, str]:
+        """What the footer of a part says of its other files."""
+        if part >= len(self.parts):
+            return {}
+        where, fs = arrow(self.parts[part])
+        found = pq.read_metadata(where, filesystem=fs).metadata or {}
+        return {key.decode(): value.decode() for key, value in found.items() if key.endswith(b"_sha256")}
+
     def rows(self, name: str) -> pa.Table:
         """The rows of one unit: the plan's columns and every axis. KeyError where the plan has none of that name."""
         return self._slice(*self._where[name])
@@ -344,10 +384,8 @@ class PlanFile:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (one plan per run)
     def _has_trunks(self, part: int) -> bool:
-        config = store.read_yaml(self.root, f"config-{part}.yaml")
-        return config["scenario"]["trunk"]["turns"] > 0 or any(
-            axis["path"].startswith(("trunk.", "scenario.trunk.")) for axis in config["grid"]
-        )
+        config = self.config(part)
+        return config.scenario.trunk.turns > 0 or any(axis.is_trunk for axis in config.grid)
 
     def _slice(self, part: int, first: int, last: int) -> pa.Table:
         groups = range(first // ROWS, (last - 1) // ROWS + 1)
@@ -357,13 +395,20 @@ class PlanFile:
     @functools.lru_cache(maxsize=8)  # noqa: B019 (one plan per run)
     def _items(self, part: int) -> tuple[Path | Remote, np.ndarray, np.ndarray]:
         """The file of a part's items; of each the hash of its id, sorted, and where its row begins: 16 bytes an item."""
-        file, at = self.root / f"inputs/items-{part}.jsonl", 0
+        name = f"inputs/items-{part}.jsonl"
+        file, at, digest = self.root / name, 0, hashlib.sha256()
         hashes, offsets = array("q"), array("q")
         with file.open("rb") as rows:
             for line in rows:
-                hashes.append(hash(json.loads(line)["id"]))
+                try:
+                    hashes.append(hash(json.loads(line)["id"]))
+                except (ValueError, KeyError, TypeError) as error:
+                    raise store.damaged(self.root, name, error) from None
                 offsets.append(at)
                 at += len(line)
+                digest.update(line)
+        if digest.hexdigest() != self._sealed(part).get(ITEMS_SHA256, digest.hexdigest()):
+            raise store.Damaged(f"{name} of {str(self.root)!r} was changed; restore it from a copy of the run")
         found = np.frombuffer(hashes, np.int64) if hashes else np.array([], np.int64)
         order = np.argsort(found, kind="stable")
         return file, found[order], (np.frombuffer(offsets, np.int64) if offsets else found)[order]

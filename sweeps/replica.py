@@ -18,8 +18,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from . import aggregates, donation, replay
 from .aggregates import CellResult
 from .casting import Models, Part, Setting, acts
@@ -29,6 +27,7 @@ from .grid import conditions
 from .identity import cast_of
 from .places import place
 from .plan import Cell, Trunk, Unit, applied
+from .planfile import PlanFile
 from .redact import redact
 from .routing import routing_rows
 from .units import part_of, unpack
@@ -155,8 +154,7 @@ class Replica:
     def _config(self, part: int) -> SweepConfig:
         """The configuration with which a part of the plan entered the run; whom it calls is the user's own."""
         if part not in self._configs:
-            plain = yaml.safe_load((self.root / f"config-{part}.yaml").read_bytes())
-            entered, own = SweepConfig.from_dict(plain), self.config.scenario
+            entered, own = PlanFile(self.root).config(part), self.config.scenario
             scenario = replace(entered.scenario, analyzers=own.analyzers, judges=own.judges)
             self._configs[part] = replace(entered, scenario=scenario)
         return self._configs[part]

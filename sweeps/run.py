@@ -84,11 +84,11 @@ class Run(Records, Results):
         parts = sorted(int(p.stem.split("-")[1]) for p in self.root.glob("config-*.yaml"))
         if not parts:
             raise store.Damaged(f"{str(self.root)!r} has no config-<k>.yaml; restore it from a copy of the run")
-        return SweepConfig.from_dict(store.read_yaml(self.root, f"config-{parts[-1]}.yaml"))
+        return self.plan.config(parts[-1])
 
     def config_of(self, part: int) -> SweepConfig:
         """As a part of the plan entered the run."""
-        return SweepConfig.from_dict(store.read_yaml(self.root, f"config-{part}.yaml"))
+        return self.plan.config(part)
 
     @cached_property
     def plan(self) -> PlanFile:

@@ -165,24 +165,33 @@ def fsync_folder(folder: str | Path) -> None:
 
 
 def read_json(root: Root, name: str) -> Any:
-    """The parsed content of `root/name`. FileNotFoundError where it is missing, Damaged where it is not JSON."""
+    """The mapping in `root/name`. FileNotFoundError where it is missing, Damaged where it holds no JSON mapping."""
     try:
-        return json.loads((place(root) / name).read_bytes())
+        found = json.loads((place(root) / name).read_bytes())
     except ValueError as error:
-        raise _damaged(root, name, error) from None
+        raise damaged(root, name, error) from None
+    return _mapping(root, name, found)
 
 
 def read_yaml(root: Root, name: str) -> Any:
-    """The parsed content of `root/name`, plain values only. FileNotFoundError, Damaged as `read_json`."""
+    """As `read_json`, of YAML with plain values only."""
     import yaml
 
     try:
-        return yaml.load((place(root) / name).read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        found = yaml.load((place(root) / name).read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError as error:
-        raise _damaged(root, name, error) from None
+        raise damaged(root, name, error) from None
+    return _mapping(root, name, found)
 
 
-def _damaged(root: Root, name: str, error: Exception) -> Damaged:
+def _mapping(root: Root, name: str, found: Any) -> Any:
+    if not isinstance(found, dict):
+        raise damaged(root, name, TypeError("it holds no mapping"))
+    return found
+
+
+def damaged(root: Root, name: str, error: Exception) -> Damaged:
+    """What to raise for `root/name`, which holds something else than was written there."""
     why = " ".join(str(error).split())
     return Damaged(f"{name} of {str(root)!r} cannot be read ({why}); restore it from a copy of the run")
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .places import Remote
+from .store import Damaged
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 _BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
@@ -71,8 +72,11 @@ def read_header(head: bytes) -> dict[str, Entry]:
 
 
 def open_file(path: Path | Remote) -> TensorFile:
-    """A safetensors file: memory-mapped, or read by ranges where it lies on an object store."""
-    return RemoteFile(path) if isinstance(path, Remote) else MappedFile(path)
+    """A safetensors file: memory-mapped, or read by ranges where it lies on an object store. Damaged: it is none."""
+    try:
+        return RemoteFile(path) if isinstance(path, Remote) else MappedFile(path)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{str(path)!r} cannot be read ({error}); restore it from a copy of the run") from None
 
 
 class TensorFile(Protocol):
@@ -116,6 +120,7 @@ class MappedFile:
     """A safetensors file, memory-mapped: nothing is read before it is used, and tensors may be written to privately."""
 
     def __init__(self, path: str | Path):
+        self._path = str(path)
         with open(path, "rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self.entries = read_header(self._map[: 8 + int.from_bytes(self._map[:8], "little")])
@@ -126,4 +131,6 @@ class MappedFile:
         at, count, shape = _span(entry, key, start, stop)
         if not count:
             return torch.empty(shape, dtype=entry.dtype)
+        if at + count * entry.dtype.itemsize > len(self._map):
+            raise Damaged(f"{self._path!r} ends within {key!r}; it is truncated")
         return torch.frombuffer(self._map, dtype=entry.dtype, count=count, offset=at).reshape(shape)

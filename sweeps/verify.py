@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 
 from . import rows, store, tables, tensors
 from .garbage import TABLES, exclusively, foreign, uncommitted
+from .inputs import copied_direction
 from .places import Remote, arrow
 from .run import Run
 from .store import Commit
@@ -44,13 +46,15 @@ class Verdict:
 def verify(root: str | Path | Remote, *, deep: bool = False) -> Verdict:
     """Check that every planned cell is in exactly one state and every committed file is there with its size and rows.
 
-    `deep` also rehashes every file and reads every row: tokens of records against those of their messages, spans
-    against rows, addresses against tensors. What `sweeps capture` added is looked at too. Reads only; a unit at a time.
+    `deep` also rehashes every file and what cells are made from (settings, items, directions), and reads every row:
+    tokens of records against those of their messages, spans against rows, addresses against tensors. What `sweeps
+    capture` added is looked at too. Reads only; a unit at a time.
     """
     run = Run(root)
     found = Verdict()
     commits = list(run.commits())
     _check_cells(run, commits, found)
+    found.problems += _input_problems(run, deep)
     for commit in commits:
         before = len(found.problems)
         for file in commit.files:
@@ -130,6 +134,32 @@ def _check_cells(run: Run, commits: list[Commit], found: Verdict) -> None:
     for cell in failed.keys() & held.keys():
         if not held[cell].startswith(f"{failed[cell]}.r"):
             found.problems.append(f"cell {cell} is held by {held[cell]} and failed by {failed[cell]}")
+
+
+def _input_problems(run: Run, deep: bool) -> Iterator[str]:
+    """What cells are made from: settings and items of every part, and copies of directions and of donors' runs."""
+    checks: list[Callable[[], Any]] = []
+    for part in range(len(run.plan.parts)):
+        checks.append(functools.partial(run.plan.config, part))
+        if deep:
+            checks.append(functools.partial(run.plan.check_items, part))
+        elif not (run.root / f"inputs/items-{part}.jsonl").is_file():
+            yield f"inputs/items-{part}.jsonl is missing"
+    if deep:
+        copies = (run.root / "inputs").glob("*.safetensors")
+        checks += [functools.partial(copied_direction, run.root, path.name.split(".")[0]) for path in copies]
+    for check in checks:
+        try:
+            check()
+        except (OSError, ValueError) as error:
+            yield str(error)
+    for inner in (run.root / "inputs").glob("*/run.json"):
+        donor = Verdict()
+        for commit in Run(inner.parent).commits():
+            for file in commit.files:
+                if file["table"] == "messages":
+                    _check_file(Run(inner.parent), file, deep, donor)
+        yield from (f"inputs/{inner.parent.name}: {problem}" for problem in donor.problems)
 
 
 def _check_file(run: Run, file: Mapping[str, Any], deep: bool, found: Verdict) -> None:

@@ -75,7 +75,7 @@ def test_multirun_folders_are_named_by_content(capsys):
     first = sorted(p.name for p in Path("runs").iterdir())
     assert len(first) == 2 and all(name.startswith("sweep-") for name in first)
     stamps = {name: os.stat(name).st_mtime_ns for name in files() if name.endswith((".parquet", "run.json"))}
-    assert main(["run", "--multirun", *reversed(SCRIPTED), "scenario.seed=3,2,1"]) == 0
+    assert main(["run", *reversed(SCRIPTED), "--multirun", "scenario.seed=3,2,1"]) == 0, "a flag may stand anywhere"
     assert len(list(Path("runs").iterdir())) == 3 and set(first) < {p.name for p in Path("runs").iterdir()}
     assert stamps.items() <= {name: os.stat(name).st_mtime_ns for name in files()}.items()
     assert {name.split("/")[0] for name in files()} == {"runs"}

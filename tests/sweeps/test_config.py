@@ -103,6 +103,7 @@ def test_what_is_loaded_travels_as_plain_values():
     (["capture=[{}]"], "capture is a group: choose capture=<answer_mean, none>"),
     (["a b"], "write key=value"),
     ([*BASE, "inputs.x=1"], "unknown key 'inputs'"),
+    ([*BASE, "run.dir='  '"], "run.dir is empty"),
 ])  # fmt: skip
 def test_the_impossible_is_refused_in_one_line(overrides, said):
     with pytest.raises(ConfigError) as caught:

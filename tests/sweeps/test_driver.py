@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from sweeps import driver, store
 from sweeps.planfile import PlanFile
 from sweeps.progress import status
+from sweeps.verify import verify
 from tests.sweeps import apart
 from tests.sweeps.fakes import config, items
 
@@ -189,6 +192,36 @@ def test_a_retry_or_an_extension_that_is_killed_goes_on(folder, point):
     held, failed = settled(folder)
     assert set(held) | set(failed) == planned(folder) and set(held.values()) == {1} and not set(held) & set(failed)
     assert set(failed.values()) == (set() if extends else {2}), "each round of retries tries once"
+
+
+@pytest.mark.parametrize("file", ["config-1.yaml", "items-1.jsonl", "part-1.parquet"])
+def test_an_extension_that_ends_right_after_any_of_its_files_goes_on(folder, file, monkeypatch):
+    assert run(config(items(3)), folder) == 0
+    link = os.link
+
+    def last(source, target):
+        link(source, target)
+        if Path(target).name == file:
+            raise OSError("cut off")
+
+    monkeypatch.setattr(os, "link", last)
+    assert run(config(items(4)), folder) == 1
+    monkeypatch.undo()
+    assert run(config(items(4)), folder) == 0
+    assert set(settled(folder)[0]) == planned(folder) and set(ran(folder).values()) == {1} and len(ran(folder)) == 8
+
+
+@pytest.mark.parametrize(("file", "old", "new"), [
+    ("inputs/items-0.jsonl", b"i2", b"j2"), ("config-0.yaml", b"hello", b"hallo"),
+])  # fmt: skip
+def test_what_cells_are_made_from_cannot_change_under_their_ids(folder, file, old, new, capsys):
+    assert run(config(items(3), max_hours=0), folder) == 4
+    path = folder / file
+    assert old in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(old, new))
+    assert run(config(items(3)), folder) == 1
+    assert f"{file} of" in capsys.readouterr().err and not ran(folder)
+    assert any(file in problem for problem in verify(folder, deep=True).problems)
 
 
 def scripted_with(folder, arguments, special):

@@ -9,6 +9,8 @@ from safetensors.torch import save_file
 from sweeps import folder, inputs
 from sweeps.config import ConfigError
 from sweeps.folder import RunRefused
+from sweeps.store import Damaged
+from sweeps.verify import verify
 from tests.sweeps import talk
 from tests.sweeps.test_plan import STEER, ids, scenario
 
@@ -46,6 +48,22 @@ def test_the_folders_copy_is_used_when_the_source_is_gone(tmp_path):
         inputs.load_direction(again, source, 9, config.run.dir)
     with pytest.raises(ConfigError, match="no run folder"):
         steered(tmp_path, source, run={"dir": str(tmp_path / "elsewhere")})
+
+
+def test_a_copy_that_changed_is_not_used(tmp_path):
+    direction(tmp_path / "c.safetensors")
+    source = f"file:{tmp_path}/c.safetensors:3"
+    config = steered(tmp_path, source)
+    folder.enter(config, config.run.dir)
+    copy = tmp_path / "run" / "inputs" / f"{config.inputs[source]}.safetensors"
+    data = bytearray(copy.read_bytes())
+    data[-2] ^= 4
+    copy.write_bytes(data)
+    with pytest.raises(Damaged, match="was changed"):
+        inputs.load_direction(config, source, 8, config.run.dir)
+    with pytest.raises(Damaged, match="was changed"):
+        folder.enter(config, config.run.dir)
+    assert any(copy.name in problem for problem in verify(config.run.dir, deep=True).problems)
 
 
 def test_a_source_that_changed_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 import numpy as np
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -160,6 +161,37 @@ def test_damage_is_found(root, table, damage, said, deep_only):
     found = verify(root, deep=True)
     assert any(said in problem and path.name in problem for problem in found.problems)
     assert verify(root).ok == deep_only
+
+
+def test_a_plan_whose_pages_were_changed_is_not_read(root):
+    path = root / "plan" / "part-0.parquet"
+    data = bytearray(path.read_bytes())
+    column = pq.read_metadata(path).row_group(0).column(0)
+    data[column.dictionary_page_offset + column.total_compressed_size - 3] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(OSError, match=r"checksum|[Cc]orrupt"):
+        verify(root)
+
+
+@pytest.mark.parametrize(("file", "content"), [
+    ("config-0.yaml", b""), ("config-0.yaml", b"- 1"), ("config-0.yaml", b"{}"), ("run.json", b"null"),
+    ("inputs/items-0.jsonl", b"null\n"), ("inputs/items-0.jsonl", b'{"id": "i0", "to'),
+])  # fmt: skip
+def test_files_that_hold_something_else_are_named(root, file, content):
+    (root / file).write_bytes(content)
+    with pytest.raises(Damaged, match=file):
+        run = sweeps.open(root)
+        _ = run.config, run.plan.check_items(0)
+    if file != "run.json":
+        assert any(file in problem for problem in verify(root, deep=True).problems)
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: b"no tensor"])
+def test_tensors_in_a_damaged_file_are_not_read(root, damage):
+    path = shard(root, "activations")
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(Damaged, match=path.name):
+        sweeps.open(root).vectors(layer=3)
 
 
 def test_false_rows_are_found(root, tmp_path):
