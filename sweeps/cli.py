@@ -150,8 +150,8 @@ def _run(arguments: list[str]) -> int:
 
 def _flags_first(arguments: list[str]) -> list[str]:
     """Flags before overrides: Hydra reads overrides from one place only, as in `key=value -m`, not `a=1 -m b=2`."""
-    before = ["", *arguments[:-1]]
-    flags = [a for a, b in zip(arguments, before, strict=True) if "=" not in a or a[0] == "-" or b in _TAKE_A_PATH]
+    flags = [a for a, before in zip(arguments, ["", *arguments], strict=False)
+             if "=" not in a or a[0] == "-" or before in _TAKE_A_PATH]  # fmt: skip
     return [*flags, *(a for a in arguments if a not in flags)]
 
 
