@@ -59,16 +59,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _guarded(action: Callable[[], int]) -> int:
     """Expected errors as one line and an exit code."""
     from .folder import RunRefused
+    from .redact import redact
 
     try:
         return action()
     except _Done:
         return COMPLETE
     except RunRefused as error:
-        print(f"sweeps: refused: {error}", file=sys.stderr)
+        print(f"sweeps: refused: {redact(str(error))}", file=sys.stderr)
         return REFUSED
     except InterlensError as error:
-        print(f"sweeps: {error}", file=sys.stderr)
+        print(f"sweeps: {redact(str(error))}", file=sys.stderr)
         return ERROR
     except KeyboardInterrupt:
         return STOPPED
@@ -78,7 +79,7 @@ def _guarded(action: Callable[[], int]) -> int:
     except Exception as error:
         if not isinstance(error, OSError) and not type(error).__module__.startswith("pyarrow"):
             raise
-        text = " ".join(str(error).split())
+        text = redact(" ".join(str(error).split()))
         missing = "no such file: " * (isinstance(error, FileNotFoundError) and "o such file" not in text)
         print(f"sweeps: {missing}{text}; `sweeps verify` says what is wrong with a folder", file=sys.stderr)
         return ERROR

@@ -52,6 +52,10 @@ def check_scenario(scenario: ScenarioConfig) -> None:
             raise ConfigError(f"{at}.base_url holds a secret; give it in the provider's environment variable instead")
         if p.max_in_flight < 1 or p.timeout_s <= 0:
             raise ConfigError(f"{at}.max_in_flight must be at least 1 and timeout_s above 0")
+        if p.prices and min(p.prices.prompt, p.prices.completion) < 0:
+            raise ConfigError(
+                f"{at}.prices are {p.prices.prompt:g} and {p.prices.completion:g}; they must be at least 0"
+            )
         if p.kind == "scripted" and not p.lines:
             raise ConfigError(f"{at}.lines is empty; a scripted participant needs what it says")
         _sampling(at, p)
@@ -87,11 +91,19 @@ def _seeds(at: str, seeds: Sequence[int]) -> None:
             raise ConfigError(f"{at}: {seed} is no seed; give whole numbers of at most 64 bits")
 
 
+NOT_CUSTOM = {
+    "CPU": "set cluster.num_cpus", "GPU": "set cluster.num_gpus", "memory": "Ray counts memory itself",
+    "object_store_memory": "set cluster.object_store_memory",
+}  # fmt: skip
+
+
 def check_choices(config: SweepConfig) -> None:
     """ConfigError for a setting of the cluster, the run, the plan, a model or an analyzer that cannot be."""
     one_of("cluster.executor", config.cluster.executor, ("ray", "inline"))
     one_of("run.on_error", config.run.on_error, ("continue", "fail_fast"))
     one_of("run.progress", config.run.progress, ("auto", "rich", "plain", "none"))
+    if redact(config.run.dir) != config.run.dir:
+        raise ConfigError("run.dir holds a secret; give it where the store's client looks for it, not in the URL")
     one_of("scenario.reasoning_visibility", config.scenario.reasoning_visibility, ("strip", "self_retain", "shared"))
     for (section, key), least in LEAST.items():
         value = getattr(getattr(config, section), key)
@@ -108,6 +120,8 @@ def check_choices(config: SweepConfig) -> None:
         if (value := getattr(getattr(config, section), key)) <= 0:
             raise ConfigError(f"{section}.{key} is {value:g}; it must be above 0 seconds")
     for resource, amount in config.cluster.resources.items():
+        if resource in NOT_CUSTOM:
+            raise ConfigError(f"cluster.resources.{resource}: {NOT_CUSTOM[resource]}; resources are names of your own")
         if amount <= 0:
             raise ConfigError(f"cluster.resources.{resource} is {amount:g}; it must be above 0")
     for name, model in config.models.items():

@@ -104,6 +104,8 @@ def test_what_is_loaded_travels_as_plain_values():
     (["a b"], "write key=value"),
     ([*BASE, "inputs.x=1"], "unknown key 'inputs'"),
     ([*BASE, "run.dir='  '"], "run.dir is empty"),
+    ([*BASE, "cluster.resources={GPU: 1}"], "cluster.resources.GPU: set cluster.num_gpus"),
+    ([*BASE, "scenario.participants.bob.prices={prompt: -1, completion: 2}"], "prices are -1 and 2; they"),
 ])  # fmt: skip
 def test_the_impossible_is_refused_in_one_line(overrides, said):
     with pytest.raises(ConfigError) as caught:

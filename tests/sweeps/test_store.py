@@ -306,6 +306,9 @@ def test_secrets_never_reach_disk_or_terminal(tmp_path, monkeypatch, capsys):
     assert secret not in str(caught.value)
     with pytest.raises(sweeps.config.ConfigError, match="unknown key"):
         talk.config(tmp_path, scenario={**talk.SCENARIO, "participants": {"ann": {**api["ann"], "api_key": secret}}})
+    for typed in (f"run.dir=s3://me:{secret}@bucket/x", f"scenario.opening=http://h/v1?key={secret}"):
+        assert main(["run", *SCRIPTED, typed]) == 1
+        assert secret not in "".join(capsys.readouterr())
 
 
 def test_a_bad_outcome_fails_its_cell_alone(tmp_path, monkeypatch):
