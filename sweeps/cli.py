@@ -239,8 +239,8 @@ def _aggregate(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(HELP)
         return COMPLETE if arguments else ERROR
-    for path in aggregate(open_run(arguments[0]), arguments[1:]):
-        print(path)
+    for path, said in aggregate(open_run(arguments[0]), arguments[1:]).items():
+        print("\n  ".join([str(path), *said]))
     return COMPLETE
 
 

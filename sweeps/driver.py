@@ -135,6 +135,8 @@ class Driver:
         self._signal: str | None = None
         self._started = time.monotonic()
         self._tokens: dict[str, int] = {}
+        self._committed_tokens = 0
+        """In units that were closed since this driver started: counters come once a second, the last ones too late."""
         self._costs: dict[str, float] = {}
         """Dollars by replica; "" are commits of earlier drivers."""
         self._held_before = self._failed_before = 0
@@ -261,6 +263,7 @@ class Driver:
         elif commit := store.read_commit(self.root, name):
             if self.ledger.is_open(name):
                 self.snapshot.bytes += _bytes(commit)
+                self._committed_tokens += commit.counters.get("tokens", 0)
             self._close(commit)
             crew.progress_made()
             self._folder_errors = 0
@@ -384,8 +387,10 @@ class Driver:
         snapshot.finished = sum(sum(v.get("cells", {}).values()) for v in counters.values())
         snapshot.utilisation = {name: dict(v["seconds"]) for name, v in counters.items() if "seconds" in v}
         since, tokens = self._last_rate
-        if now - since >= self.config.run.interval_s:
-            snapshot.tokens_per_s = (snapshot.tokens - tokens) / (now - since)
+        over = now - since >= self.config.run.interval_s
+        if over or since == self._started:
+            snapshot.tokens_per_s = (snapshot.tokens - tokens) / max(now - since, 1e-9)
+        if over:
             self._last_rate = (now, snapshot.tokens)
 
     def _metrics(self, crew: Crew) -> dict[str, float]:
@@ -469,6 +474,9 @@ class Driver:
         snapshot.cells, snapshot.held, snapshot.failed = ledger.num_cells, ledger.num_held, ledger.num_failed
         snapshot.finished, snapshot.underway = 0, 0.0
         snapshot.units_open, snapshot.elapsed_s = sum(ledger.open_by_cast().values()), time.monotonic() - self._started
+        snapshot.tokens = max(snapshot.tokens, self._committed_tokens)
+        if self._last_rate[0] == self._started:  # shorter than an interval
+            snapshot.tokens_per_s = snapshot.tokens / max(snapshot.elapsed_s, 1e-9)
 
 
 def _stop_here(name: str) -> None:

@@ -22,7 +22,7 @@ from .redact import redact
 
 @dataclass(kw_only=True)
 class Snapshot:
-    """Where a run stands. Rates are over the last interval, in seconds."""
+    """Where a run stands. Rates are over the last interval, in seconds; in the first one over what there is of it."""
 
     state: str = "starting"
     """starting (replicas load their models) | running | stopping | complete | stopped | failed | refused."""

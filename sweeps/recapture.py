@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from . import driver, folder, planfile, replay, store
+from . import driver, estimate, folder, planfile, replay, store
 from .checks import normalized
 from .config import CaptureConfig, ConfigError, SweepConfig, build, did_you_mean
 from .donors import has_patches
@@ -41,7 +41,8 @@ _LISTS = ("layers", "sites", "participants")
 def capture(run_dir: str | Path, arguments: Sequence[str]) -> int:
     """Capture what `arguments` (key=value) ask for; the exit code of the run that does it.
 
-    ConfigError for a run that is not finished, a key that does not exist, or what is recorded already.
+    ConfigError for a run that is not finished, a key that does not exist, or what is recorded already; RunRefused for
+    what the disk has no room for.
     """
     run = open(run_dir)
     if pending := run.counts["pending"]:
@@ -63,7 +64,28 @@ def capture(run_dir: str | Path, arguments: Sequence[str]) -> int:
     if not (target / "run.json").is_file() and (twice := [one for one in asked if one in known]):
         shown = ", ".join(f"{k}={v}" for k, v in twice[0].items() if v is not None)
         raise ConfigError(f"{str(run_dir)!r} has this already: {shown}; leave it out")
+    if not (target / "run.json").is_file():
+        _check_space(run, config)
     return driver.run(replace(config, run=replace(config.run, dir=str(target))), str(target), enter=_Enter(run))
+
+
+def _check_space(run: Run, config: SweepConfig) -> None:
+    """Say about how much will be written; RunRefused where the disk has not the room, unless forced."""
+    asked = replace(run.config, capture=config.capture)
+    try:
+        cell, trunk = estimate.tensor_bytes(asked), estimate.tensor_bytes(asked, "trunk")
+    except (ConfigError, OSError):  # given conversations that lie there no more
+        return
+    size = estimate.human(needed := cell * run.counts["done"] + trunk * len(run.held_trunks))
+    if config.run.progress != "none":
+        print(f"about {size} of activations to write, if every reply used its budget", flush=True)
+    if isinstance(run.root, Path) and not config.run.force:
+        free, left = estimate.free_bytes(run.root), estimate.RESERVE_BYTES
+        if needed > max(0, free - left):
+            raise folder.RunRefused(
+                f"capturing this needs about {size} and the disk of {str(run.root)!r} has {estimate.human(free)} free, of "
+                f"which {estimate.human(left)} stay free; capture less (pool=mean), or force it (run.force=true)"
+            )
 
 
 def _read(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:

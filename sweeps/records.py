@@ -68,9 +68,32 @@ class Records(ABC):
 
         Filters: cell, trunk, participant, message_idx, layer, site, model, pool, selection, source; a value, a list of
         values, or None where None is a value (cell: the trunk's own; pool: unpooled). `where`: a pyarrow expression
-        besides.
+        besides. KeyError, saying what there is, for a value that none of them has.
         """
-        return [self._record(row) for row in self._index(where, filters).to_pylist()]
+        return [self._record(row) for row in self._matching(where, filters).to_pylist()]
+
+    def records_of(self, **filters: Any) -> list[ActivationRecord]:
+        """As `query`, where there may be none."""
+        return [self._record(row) for row in self._index(None, filters).to_pylist()]
+
+    def _matching(self, where: Any, filters: Mapping[str, Any]) -> pa.Table:
+        table = self._index(where, filters)
+        if not table.num_rows:
+            for name, value in filters.items():
+                self._check_exists(name, value)
+        return table
+
+    def _check_exists(self, name: str, value: Any) -> None:
+        """KeyError where no record (a cell or trunk: no row of the plan) has this value; a run without any has none."""
+        planned = name in ("cell", "trunk") and value is not None
+        known = pc.unique(self.cells[name] if planned else self._index(None, {})[name]).to_pylist()
+        given = list(value) if isinstance(value, (list, tuple, set)) else [value]
+        if known and not set(given) & set(known):
+            shown = sorted((str(k) for k in known), key=lambda k: (len(k), k))
+            more = f", ... ({len(shown)} in all)" if len(shown) > 8 else ""
+            raise KeyError(
+                f"no {name} {', '.join(map(str, given))} in {self.root}; it has: {', '.join(shown[:8])}{more}"
+            )
 
     def at(self, **filters: Any) -> Tensor:
         """The tensor of exactly one record, else KeyError saying how many and what distinguishes them."""
@@ -92,7 +115,7 @@ class Records(ABC):
 
         trunk = self.plan_row(cell)["trunk"]
         cache = ActivationCache()
-        cache.add_batch([*self.query(trunk=trunk, cell=None), *self.query(cell=cell)])
+        cache.add_batch([*self.records_of(trunk=trunk, cell=None), *self.records_of(cell=cell)])
         return cache
 
     def vectors(self, *, site: str = "residual", layer: int | None = None, participant: str | None = None,
@@ -102,7 +125,7 @@ class Records(ABC):
 
         The table has the index columns and the cell's item, axes and seeds; a trunk's own records have cell null.
         `selection`: the capture's tokens, as in the column of that name, where several captures have this pool.
-        `where`: a pyarrow expression over the index columns. ValueError where widths differ.
+        `where`: a pyarrow expression over the index columns. ValueError where widths differ; KeyError as `query`.
         """
         from .aggregates.places import gather
         from .aggregates.source import Source
@@ -110,7 +133,7 @@ class Records(ABC):
         filters: dict[str, Any] = {"site": site, "pool": pool}
         named = (("layer", layer), ("participant", participant), ("selection", selection))
         filters |= {k: v for k, v in named if v is not None}
-        table = self.joined(self._index(where, filters))
+        table = self.joined(self._matching(where, filters))
         return (gather(self, table, Source(pool=pool))[0] if table.num_rows else np.zeros((0, 0), np.float32)), table
 
     def matrix(self, file: str, key: str) -> Tensor:

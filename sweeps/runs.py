@@ -54,17 +54,30 @@ class Runs:
         raise KeyError(f"none of {len(self.runs)} runs has finished a cell {cell!r}")
 
     def query(self, **filters: Any) -> list[ActivationRecord]:
-        """Matching records of all, run after run."""
-        return [record for run in self.runs for record in run.query(**filters)]
+        """Matching records of all, run after run. KeyError where none has any, as `Run.query`."""
+        return [record for found in self._each(lambda run: run.query(**filters)) for record in found]
 
     def vectors(self, **options: Any) -> tuple[np.ndarray, pa.Table]:
-        """Pooled records of all as one array, and the table of its rows. ValueError where widths differ."""
-        found = [(run, *run.vectors(**options)) for run in self.runs]
+        """Pooled records of all as one array, and the table of its rows. ValueError where widths differ; KeyError where
+        none has any."""
+        found = list(self._each(lambda run: (run, *run.vectors(**options))))
         full = [(run, x, table) for run, x, table in found if len(x)] or found[:1]
         if len({x.shape[1] for _, x, _ in full}) > 1:
             raise ValueError(f"these runs have vectors of widths {sorted({x.shape[1] for _, x, _ in full})}")
         tables = [_named(table, run) for run, _, table in full]
         return np.concatenate([x for _, x, _ in full]), pa.concat_tables(tables, promote_options="permissive")
+
+    def _each(self, read: Callable[[Run], Any]) -> list[Any]:
+        """What `read` finds in those runs that have what it names; the last KeyError where none has."""
+        found, missing = [], None
+        for run in self.runs:
+            try:
+                found.append(read(run))
+            except KeyError as error:
+                missing = error
+        if missing is not None and not found:
+            raise missing
+        return found
 
     def _tables(self, read: Callable[[Run], pa.Table]) -> pa.Table:
         return pa.concat_tables([_named(read(run), run) for run in self.runs], promote_options="permissive")

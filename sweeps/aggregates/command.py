@@ -11,6 +11,7 @@ import yaml
 
 from ..config import AggregateConfig, ConfigError
 from ..places import Remote, place
+from . import kinds
 from .results import finalize, refuse_code
 
 HELP = """sweeps aggregate DIR                      all aggregates of the run's configuration, from their recorded sums
@@ -19,11 +20,13 @@ sweeps aggregate DIR name=NAME key=value  one aggregate, recomputed from what is
   replicas=N                              N > 1: on Ray, sums with one task per unit, probes with one per place"""
 
 
-def aggregate(run: Any, given: Sequence[str]) -> list[Path | Remote]:
-    """Compute and write; the files written. ConfigError for what cannot be."""
+def aggregate(run: Any, given: Sequence[str]) -> dict[Path | Remote, list[str]]:
+    """Compute and write; the files written, and what is in each. ConfigError for what cannot be."""
     options = dict(_parsed(text) for text in given)
     replicas = options.pop("replicas", 1)
     cluster = replace(run.config.cluster, num_cpus=1, num_gpus=0, replicas=replicas) if replicas > 1 else None
+    if not options and not run.config.aggregate:
+        raise ConfigError(f"{str(run.root)!r} was run without aggregates; give name=NAME, one of: {', '.join(kinds())}")
     if not options:
         results = finalize(run, cluster=cluster)
     else:
@@ -37,7 +40,15 @@ def aggregate(run: Any, given: Sequence[str]) -> list[Path | Remote]:
             results = finalize(run, [AggregateConfig(name=name, options={**base, **options})], cluster)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-    return [place(run.root) / "aggregates" / f"{name}.json" for name in results]
+    return {place(run.root) / "aggregates" / f"{name}.json": _shown(result) for name, result in results.items()}
+
+
+def _shown(result: dict[str, Any]) -> list[str]:
+    """Its sentences, or else how much of what it holds."""
+    from ..report.findings import said
+
+    held = [f"{len(value)} {key}" for key, value in result.items() if isinstance(value, list)]
+    return said(result) or [", ".join(held) or "nothing"]
 
 
 def _parsed(text: str) -> tuple[str, Any]:

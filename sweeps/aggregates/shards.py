@@ -141,7 +141,7 @@ class Shard:
                 cell=cell,
                 item_row=self.unit.items[cell.item],
                 messages=[*before, *map(rows.message, own)],
-                records=self.run.query(cell=cell.id) if records else [],
+                records=self.run.records_of(cell=cell.id) if records else [],
                 outcomes={name: value for name, value in outcomes.get(cell.id, {}).items() if value is not None},
                 num_trunk_messages=start,
                 routing=routing.get(cell.id, []) if recorded else None,

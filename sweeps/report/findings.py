@@ -16,8 +16,13 @@ def sentences(run: Any) -> list[str]:
     """The closing lines of a run: cells, directions with their controls, responses with paired intervals."""
     lines = [counts(run)]
     for result in read_results(run.root).values():
-        lines += SAID.get(result.get("kind", ""), _none)(result)
+        lines += said(result)
     return lines[:LINES]
+
+
+def said(result: dict[str, Any]) -> list[str]:
+    """What one result says; nothing where its kind has no sentence."""
+    return SAID.get(result.get("kind", ""), _none)(result)
 
 
 def counts(run: Any) -> str:
@@ -47,9 +52,12 @@ def _directions(result: dict[str, Any]) -> list[str]:
     found = shown["evaluation"]
     sides = f"{result['positive']} against {result['negative']}"
     curve = ", ".join(f"{e['layer']}: {number(e['evaluation']['auroc']['value'])}" for e in _same_place(entries, shown))
+    article, one, where = "an", "answer", "answers"
+    if not _is_said(shown):
+        article, one, where = "a", "text", f"residual at {shown['selection']}"
     lines = [
-        f"Reading {shown['participant']}'s answers, a difference of means tells {sides} apart on items it has not seen "
-        f"with AUROC by layer {curve} (0.5 is chance; {found['num_pos']} against {found['num_neg']} answers)."
+        f"Reading {shown['participant']}'s {where}, a difference of means tells {sides} apart on items it has not seen "
+        f"with AUROC by layer {curve} (0.5 is chance; {found['num_pos']} against {found['num_neg']} {one}s)."
     ]
     controls = [f"at layer {shown['layer']} {interval(found['auroc'])} with 95 % intervals over items"]
     if found.get("shuffled"):
@@ -63,10 +71,16 @@ def _directions(result: dict[str, Any]) -> list[str]:
         controls.append(f"directions orthogonal to it {number(o['mean'])} ({number(o['low'])} to {number(o['high'])})")
     lines.append(f"Controls: {'; '.join(controls)}.")
     lines.append(
-        f"The two means are {number(shown['norm'])} apart at layer {shown['layer']}, where an answer's mean residual "
+        f"The two means are {number(shown['norm'])} apart at layer {shown['layer']}, where {article} {one}'s mean residual "
         f"has a norm of about {number(shown['norm_pos'])}."
     )
     return lines
+
+
+def _is_said(entry: dict[str, Any]) -> bool:
+    """Its records are of what a participant said, as far as its tokens tell; else of what it read too."""
+    selection = entry.get("selection") or "generated"
+    return any(word in selection for word in ("answer", "generated", "reasoning")) and "prompt" not in selection
 
 
 def _evaluated(result: dict[str, Any]) -> list[dict]:

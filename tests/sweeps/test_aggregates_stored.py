@@ -293,7 +293,10 @@ def test_the_page_shows_every_kind_of_result(run):
 def test_the_command_recomputes_from_what_is_stored(run, capsys):
     before = read_results(run.root)
     assert cli.main(["aggregate", str(run.root)]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(before) and read_results(run.root) == before
+    told = capsys.readouterr().out
+    paths = [line for line in told.splitlines() if not line.startswith(" ")]
+    assert len(paths) == len(before) and read_results(run.root) == before
+    assert "  Reading bob's residual at all(), a difference of means tells" in told, "under its path, what each says"
     assert cli.main(["aggregate", str(run.root), "name=directions", "where=trunk_seed == 0", "draws=50"]) == 0
     found = read_results(run.root)["directions"]
     assert found["options"]["where"] == "trunk_seed == 0" and found["options"]["contrast"] == CONTRAST

@@ -15,7 +15,7 @@ from sweeps import driver, store
 from sweeps.planfile import PlanFile
 from sweeps.progress import status
 from sweeps.verify import verify
-from tests.sweeps import apart
+from tests.sweeps import apart, small
 from tests.sweeps.fakes import config, items
 
 FAKE = "tests.sweeps.fakes:FakeReplica"
@@ -222,6 +222,14 @@ def test_what_cells_are_made_from_cannot_change_under_their_ids(folder, file, ol
     assert run(config(items(3)), folder) == 1
     assert f"{file} of" in capsys.readouterr().err and not ran(folder)
     assert any(file in problem for problem in verify(folder, deep=True).problems)
+
+
+def test_a_run_shorter_than_an_interval_tells_its_tokens_and_their_rate(folder, model):
+    settings = small.settings(model, run={"progress": "none", "interval_s": 600})
+    assert driver.run(settings, folder) == 0
+    shown = store.read_json(folder, "progress.json")
+    assert shown["tokens"] == sum(commit.counters["tokens"] for commit in store.list_commits(folder)) > 0
+    assert shown["tokens_per_s"] > 0
 
 
 def scripted_with(folder, arguments, special):

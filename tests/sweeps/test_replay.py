@@ -10,7 +10,7 @@ import torch
 
 import sweeps
 from interlens.interp import CaptureSpec, capture_activations
-from sweeps import cli, driver
+from sweeps import cli, driver, estimate
 from sweeps.compose import from_plain
 from sweeps.config import ConfigError
 from sweeps.verify import verify
@@ -60,12 +60,16 @@ def written(tmp_path, rows):
     return path
 
 
-def test_capturing_a_run_again_gives_what_it_recorded(whole, capsys):
+def test_capturing_a_run_again_gives_what_it_recorded(whole, capsys, monkeypatch):
     before = contents(whole)[1]
     assert cli.main(["capture", str(whole), "layers=0,1,2", "sites=resid_pre,residual", "cluster.executor=inline",
                      "run.progress=none"]) == 1  # fmt: skip
     assert "has this already: participants=bob, sites=residual, layers=0" in capsys.readouterr().err
     words = ["sites=residual,mlp", "tokens=all|special", "cluster.executor=inline", "run.progress=none"]
+    with monkeypatch.context() as patched:
+        patched.setattr(estimate, "free_bytes", lambda root: estimate.RESERVE_BYTES + 1_000)
+        assert cli.main(["capture", str(whole), *words]) == 5
+    assert "capture less (pool=mean), or force it" in capsys.readouterr().err and not (whole / "captures").exists()
     assert cli.main(["capture", str(whole), *words]) == 0
     run = sweeps.open(whole)
     (added,) = run.captures

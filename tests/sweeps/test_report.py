@@ -11,9 +11,11 @@ import pytest
 import sweeps
 from sweeps import driver
 from sweeps.aggregates import build, finalize, findings
+from sweeps.aggregates.results import read_results
 from sweeps.config import AggregateConfig, AxisConfig
 from sweeps.report import write_report
 from sweeps.report.charts import Point, Series, chart, ticks
+from sweeps.report.findings import said as sentences_of
 from sweeps.report.markup import number, tag, text
 from sweeps.report.surprisal import EDGES, coloured, decoders
 from tests.sweeps.small import build_model, settings
@@ -120,6 +122,17 @@ def test_findings_are_a_few_plain_sentences_with_controls(tmp_path):
     told = " ".join(lines)
     assert "shuffled labels" in told and "random directions" in told and "Score" in told
     assert all(line.endswith(".") and re.search(r"\d", line) for line in lines)
+
+
+def test_findings_call_nothing_an_answer_that_was_only_read(tmp_path):
+    result = read_results(finished(tmp_path).root)["directions"]
+    told = {}
+    for selection in ("(phase(answer) - special())", "(prompt() - special())"):
+        for entry in result["directions"]:
+            entry["selection"] = selection
+        told[selection[:3]] = " ".join(sentences_of(result))
+    assert "bob's answers" in told["(ph"] and "answers)." in told["(ph"] and "an answer's mean" in told["(ph"]
+    assert "answer" not in told["(pr"] and "bob's residual at (prompt() - special())" in told["(pr"]
 
 
 def test_findings_say_where_a_projection_moves_by_construction(tmp_path):

@@ -54,7 +54,9 @@ def test_vectors_are_one_array_and_its_rows(root):
         assert all(row[name] == expected[name] for name in ("item", "trunk_seed", "branch_seed", "framing"))
     warm, _ = run.vectors(layer=1, where=pc.field("message_idx") == 3)
     assert warm.shape == (24, 8)
-    assert run.vectors(layer=2)[0].shape[0] == 0
+    assert run.vectors(layer=1, where=pc.field("message_idx") == 77)[0].shape[0] == 0
+    with pytest.raises(KeyError, match=r"no layer 2 in .*; it has: 1, 3"):
+        run.vectors(layer=2)
 
 
 def test_queries(root):
@@ -68,6 +70,11 @@ def test_queries(root):
         run.query(layers=1)
     with pytest.raises(KeyError, match="0 records"):
         run.at(cell=cell, layer=2)
+    for given, said in (({"layer": [2, 4]}, "no layer 2, 4"), ({"cell": "nope"}, "no cell nope in .*24 in all"),
+                        ({"participant": "bo"}, "it has: bob"), ({"pool": "max"}, "it has: None, mean")):  # fmt: skip
+        with pytest.raises(KeyError, match=said):
+            run.query(**given)
+    assert run.query(cell=cell, layer=3, pool=None) == [], "each of these exists"
     cache = run.cache(cell)
     assert len(cache) == 3 and torch.equal(
         cache.at(participant="bob", layer=1, pool=None)[0], torch.full((8,), 5.0).bfloat16()
@@ -260,7 +267,11 @@ def test_several_runs_are_read_together(root, tmp_path):
     assert x.shape == (32, 8) and set(table["run"].to_pylist()) == {str(root), config.run.dir}
     assert table["framing"].null_count == 8 and both.outcomes().num_rows == 32
     assert both.messages(unit.cells[0].id)[-1].content == "other" and len(both.query(layer=3)) == 32
-    assert len(both.files("records")) == 4
+    assert len(both.files("records")) == 4 and len(both.query(cell=unit.cells[0].id)) == 3, (
+        "which the first does not have"
+    )
+    with pytest.raises(KeyError, match="no layer 9"):
+        both.vectors(layer=9)
     with pytest.raises(KeyError, match="none of 2 runs"):
         both.messages("nope")
 
