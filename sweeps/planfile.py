@@ -269,9 +269,13 @@ class PlanFile:
 
     def units(self) -> Iterator[Unit]:
         """Every unit whole, in plan order, streamed."""
-        for names, _ in self._index:
-            for name in names:
-                yield self.unit(str(name))
+        for name in self.unit_names:
+            yield self.unit(name)
+
+    @property
+    def unit_names(self) -> Iterator[str]:
+        """In plan order."""
+        return (str(name) for names, _ in self._index for name in names)
 
     def unit(self, name: str) -> Unit:
         """One unit whole. KeyError where the plan has none of that name."""

@@ -294,8 +294,21 @@ def write_commit(root: Root, commit: Commit) -> str:
 def _parse(path: Path | Remote, data: bytes) -> Commit:
     try:
         fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in json.loads(data).items()}
-        return Commit(**fields)
-    except (ValueError, TypeError, AttributeError) as error:
+        return _checked(Commit(**fields), path.name)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise Damaged(
             f"the commit {str(path)!r} cannot be read ({error}); restore it, or delete it to run its unit again"
         ) from None
+
+
+def _checked(commit: Commit, name: str) -> Commit:
+    """The commit, of the unit that its file's name says and made of what a commit is made of; else ValueError."""
+    if name != f"{commit.unit}.json":
+        raise ValueError(f"it says it is of {commit.unit!r}")
+    texts = (commit.attempt, *commit.cells, *commit.failed, *commit.trunks, *commit.failed_trunks)
+    texts += tuple(file[key] for file in commit.files for key in ("path", "table", "sha256"))
+    texts += tuple(child["id"] for child in commit.children)
+    lists = (commit.cells, commit.failed, commit.trunks, commit.failed_trunks, commit.files, commit.children)
+    if not all(isinstance(text, str) for text in texts) or not all(isinstance(one, tuple) for one in lists):
+        raise ValueError("it is not made as commits are")
+    return commit

@@ -128,12 +128,34 @@ def _check_cells(run: Run, commits: list[Commit], found: Verdict) -> None:
         parent = commit.unit.rpartition(".")[0]
         if parent and not any(c.unit == parent for c in commits):
             found.problems.append(f"commit {commit.unit} stands without its parent's, {parent}")
+    found.problems += _miscounted(run, commits)
     for cell, unit in {**held, **failed}.items():
         if cell not in planned:
             found.problems.append(f"cell {cell} of commit {unit} is not in the plan")
     for cell in failed.keys() & held.keys():
         if not held[cell].startswith(f"{failed[cell]}.r"):
             found.problems.append(f"cell {cell} is held by {held[cell]} and failed by {failed[cell]}")
+
+
+def _miscounted(run: Run, commits: list[Commit]) -> Iterator[str]:
+    """A commit holds, failed or handed to its children exactly the cells that its unit was given: by the plan, by its
+    parent, or (a retry) those that its parent failed."""
+    given: dict[str, set[str]] = {name: set() for name in run.plan.unit_names}
+    for unit, cell in zip(*(run.cells[column].to_pylist() for column in ("unit", "cell")), strict=True):
+        given[unit].add(cell)
+    for commit in commits:
+        given |= {child["id"]: {row[0] for row in child["cells"]} for child in commit.children}
+        given[f"{commit.unit}.r"] = set(commit.failed)
+    for commit in commits:
+        handed = [row[0] for child in commit.children for row in child["cells"]]
+        accounted = [*commit.cells, *commit.failed, *handed]
+        if commit.unit not in given:
+            yield f"commit {commit.unit} is of a unit that neither the plan nor a parent's commit names"
+        elif given[commit.unit] != set(accounted) or len(accounted) > len(set(accounted)):
+            wanted = len(given[commit.unit])
+            yield f"commit {commit.unit} accounts for {len(accounted)} cells, of the {wanted} that it was given"
+        if strange := [c["id"] for c in commit.children if c["id"].rpartition(".")[0] != commit.unit]:
+            yield f"commit {commit.unit} names {strange[0]!r} as its child"
 
 
 def _input_problems(run: Run, deep: bool) -> Iterator[str]:

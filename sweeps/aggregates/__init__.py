@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from ..values import NAME
+
 if TYPE_CHECKING:
     from interlens.interp.activation_cache import ActivationRecord
     from interlens.message import Message
@@ -109,6 +111,10 @@ def build(aggregate: Iterable[AggregateConfig], config: SweepConfig | None = Non
 
 
 def _build_one(name: str, options: dict[str, Any]) -> Sum | Fit:
+    if not NAME.fullmatch(name):  # it becomes a file's
+        raise ValueError(
+            f"{name[:80]!r} cannot name an aggregate; use up to 64 letters, digits, '_', '-', '.' or blanks"
+        )
     kind = options.pop("kind", SHORT_NAMES.get(name, name))
     path = f"{__name__}.{kind}:AGGREGATE" if kind in kinds() else str(kind)
     if ":" not in path:

@@ -28,7 +28,10 @@ def aggregate(run: Any, given: Sequence[str]) -> dict[Path | Remote, list[str]]:
     if not options and not run.config.aggregate:
         raise ConfigError(f"{str(run.root)!r} was run without aggregates; give name=NAME, one of: {', '.join(kinds())}")
     if not options:
-        results = finalize(run, cluster=cluster)
+        try:
+            results = finalize(run, cluster=cluster)
+        except ValueError as error:
+            raise ConfigError(f"{str(run.root)!r}: {error}") from None
     else:
         name = options.pop("name", None)
         if not isinstance(name, str) or not name:

@@ -232,6 +232,8 @@ def test_a_direction_that_is_not_there_is_named(tmp_path):
         ("outcomes", {"axis": "coef"}, "the grid has: framing"),
         ("outcomes", {"baseline": "hot"}, "it has: warm, cold"),
         ("outcomes", {"project": "somewhere"}, "possible: run:"),
+        ("../../out", {"kind": "outcomes"}, "cannot name an aggregate"),
+        ("a" * 10_000, {"kind": "outcomes"}, "cannot name an aggregate"),
     ],
 )
 def test_impossible_aggregates_are_refused_before_a_run(name, options, complaint):

@@ -1,5 +1,7 @@
 """Laws of the reader: lazy, exact, only what is committed; and of `verify` and `gc`."""
 
+import json
+
 import numpy as np
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
@@ -233,6 +235,36 @@ def test_a_damaged_commit_is_named(root):
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(Damaged, match="u000001"):
         list(sweeps.open(root).commits())
+
+
+@pytest.mark.parametrize("change", [
+    {"unit": "u000009"}, {"unit": 1}, {"cells": "abc"}, {"cells": [1]}, {"files": ["x"]}, {"files": [{"path": "x"}]},
+    {"children": [{}]}, {"attempt": None}, {"more": 1},
+])  # fmt: skip
+def test_a_commit_that_is_made_otherwise_is_named(root, change):
+    path = root / "_commits" / "u000001.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(Damaged, match=r"u000001\.json"):
+        verify(root)
+
+
+def test_commits_account_for_what_their_units_were_given(root):
+    path = root / "_commits" / "u000001.json"
+    whole = json.loads(path.read_text())
+    first, child = whole["cells"][0], sweeps.open(root).plan.unit("u000001").to_dict()
+    one = {**child, "id": "u000001.0", "cells": [row for row in child["cells"] if row[0] == first]}
+    rest = whole["cells"][1:]
+    for change, said in (
+        ({"cells": rest}, "accounts for 7 cells, of the 8"), ({"failed": [first]}, "accounts for 9 cells, of the 8"),
+        ({"cells": rest, "children": [one]}, None), ({"children": [one]}, "accounts for 9 cells"),
+        ({"cells": rest, "children": [{**one, "id": "../x"}]}, "names '../x' as its child"),
+    ):  # fmt: skip
+        path.write_text(json.dumps({**whole, **change}))
+        problems = verify(root).problems
+        assert not problems if said is None else any(said in problem for problem in problems)
+    path.write_text(json.dumps(whole))
+    (root / "_commits" / "u000077.json").write_text(json.dumps({**whole, "unit": "u000077", "cells": [], "files": []}))
+    assert any("u000077 is of a unit that neither" in problem for problem in verify(root).problems)
 
 
 def test_gc_deletes_only_what_no_commit_will_ever_name(root, tmp_path):

@@ -237,6 +237,10 @@ def test_code_that_a_folder_names_is_never_imported(tmp_path, monkeypatch, capsy
     assert main(["aggregate", str(tmp_path / "run")]) == 1
     assert "nothing that a run folder names is imported" in capsys.readouterr().err
     assert main(["aggregate", str(tmp_path / "run"), f"name={evil}", "pool=mean"]) == 1
+    escaping = {**content, "aggregate": [{"name": "../../out", "options": {"kind": "outcomes"}}]}
+    planted.write_bytes(store.dump_yaml(escaping))
+    assert main(["aggregate", str(tmp_path / "run")]) == 1 and not (tmp_path / "out.json").exists()
+    planted.write_bytes(store.dump_yaml(content))
     for command in ("report", "status", "verify"):
         assert main([command, str(tmp_path / "run")]) == 0
     more = from_plain({**plain, "scenario": {**plain["scenario"], "branch": {"turns": 1, "seeds": 2}}})
