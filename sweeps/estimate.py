@@ -11,10 +11,10 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from interlens.interp.select import Select
 
@@ -23,6 +23,9 @@ from .config import CaptureConfig, SweepConfig
 from .grid import applied, conditions
 from .places import Remote, place
 from .selection import parse_tokens
+
+if TYPE_CHECKING:
+    from .plan import Unit
 
 UNIT_BYTES = 512_000_000
 MAX_UNIT_CELLS = 2048
@@ -348,6 +351,8 @@ class Measured:
     load_s: float
     tokens: int
     bytes: int
+    budget: int = 0
+    """Tokens that it might have generated: its cells', and those of the trunks it samples, which other units share."""
 
 
 def measure(config: SweepConfig) -> Measured:
@@ -371,20 +376,38 @@ def measure(config: SweepConfig) -> Measured:
         if commit is None or not commit.cells:
             raise RuntimeError(f"the measured unit did not finish: {ack.get('first_error') or ack.get('error')}")
         written = sum(file["bytes"] for file in commit.files)
-        return Measured(cells=len(commit.cells), seconds=seconds, load_s=load_s, tokens=runner.tokens, bytes=written)
+        return Measured(cells=len(commit.cells), seconds=seconds, load_s=load_s, tokens=runner.tokens, bytes=written,
+                        budget=unit_budget(config, unit))  # fmt: skip
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
 
+def unit_budget(config: SweepConfig, unit: Unit) -> int:
+    """Tokens that a unit may generate, the trunks that it owns included; 0 for a replay."""
+    if config.scenario.replay:
+        return 0
+    known: dict[tuple, int] = {}
+
+    def budgeted(condition: Mapping[str, Any], part: str) -> int:
+        key = (part, *condition.items())
+        if key not in known:
+            known[key] = sum(load.generated for load in _turns(applied(config, condition), part))
+        return known[key]
+
+    trunks = sum(budgeted(trunk.condition, "trunk") for trunk in unit.trunks if trunk.id in unit.owns)
+    return trunks + sum(budgeted(cell.condition, "branch") for cell in unit.cells)
+
+
 def extrapolate(config: SweepConfig, measured: Measured) -> str:
     """What one unit says of the whole plan, for people."""
-    times = size(config).cells / measured.cells
-    replicas = config.cluster.replicas
-    seconds = measured.load_s + measured.seconds * times / replicas
+    found, replicas = size(config), config.cluster.replicas
+    times = found.cells / measured.cells
+    work = found.tokens / measured.budget if measured.budget and found.tokens else times
+    seconds = measured.load_s + measured.seconds * work / replicas
     return (
         f"measured: {measured.cells} cells in {measured.seconds:.1f} s, "
         f"{measured.tokens / measured.seconds:.0f} tokens/s, after {measured.load_s:.1f} s of loading\n"
-        f"the whole plan, by that: {round(measured.tokens * times)} tokens, {human(measured.bytes * times)}, "
+        f"the whole plan, by that: {round(measured.tokens * work)} tokens, {human(measured.bytes * times)}, "
         f"about {seconds / 60:.1f} minutes on {replicas} replicas of this speed"
     )
 

@@ -79,6 +79,21 @@ def test_one_unit_is_measured_and_leaves_nothing(tmp_path, monkeypatch):
     assert "measured: 8 cells" in estimate.extrapolate(config, measured)
 
 
+def test_a_measured_unit_stands_for_its_share_of_all_tokens(tmp_path):
+    models = {name: {"source": str(tmp_path / "tiny"), "dtype": dtype}
+              for name, dtype in (("tiny", "float32"), ("other", "bfloat16"))}  # fmt: skip
+    config = talk.config(tmp_path, grid={"scenario.participants.bob.model": ["tiny", "other"]}, plan={"unit_cells": 4},
+                         models=models)  # fmt: skip
+    units, total = list(expand(config)), estimate.size(config).tokens
+    assert config.scenario.trunk.turns and len({unit.cast for unit in units}) == 2
+    assert sum(estimate.unit_budget(config, unit) for unit in units) == total > 0
+    budget = estimate.unit_budget(config, units[0])
+    measured = estimate.Measured(
+        cells=len(units[0].cells), seconds=2.0, load_s=0.0, tokens=budget, bytes=1, budget=budget
+    )
+    assert f"by that: {total} tokens" in estimate.extrapolate(config, measured)
+
+
 @pytest.mark.slow
 def test_prompts_are_counted_within_a_fifth(tmp_path):
     """Captures of whole sequences on the embedded model, with and without markup, and from the branch point on."""
