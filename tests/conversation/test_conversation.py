@@ -481,7 +481,7 @@ def test_a_denied_turn_says_what_was_denied():
     conversation = pair(message_hooks=[lambda message, conversation: deny("never")])
     turn = finish(conversation.turn("alice"))
     assert turn.message is None and turn.denied.metadata["finish_reason"] == "denied" and turn.index == 1
-    with pytest.raises(RuntimeError, match=r"denied 100 turns in a row, the last of 'bob'"):
+    with pytest.raises(RuntimeError, match=r"denied 100 turns in a row, the last of 'alice'"):
         conversation.run(until=lambda conversation: len(conversation.transcript) > 3)
     assert len(conversation.run(turns=2)) == 1
 
