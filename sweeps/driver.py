@@ -119,6 +119,7 @@ def _before(config: SweepConfig, root: Path | Remote, replica: str) -> Iterator[
             return None
     if replica == REPLICA:
         require_models(config)
+    folder.check_space(config, root)
     units = expand(config)
     return itertools.chain([next(units)], units)
 

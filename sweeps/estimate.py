@@ -37,7 +37,7 @@ GENERATED_BYTES, PROMPT_BYTES, RECORD_TOKEN_BYTES = 4.5, 1.0, 0.5
 """Per token of a message's reply, of its prompt, of a record."""
 CHARS_PER_TOKEN, MESSAGE_MARKUP, SYSTEM_TOKENS = 4.5, 5, 25
 """Of text; around a message; of the system prompt that a template adds where a participant has none."""
-COMMIT_CELL_BYTES = 25
+COMMIT_CELL_BYTES, KEY_BYTES = 25, 300
 RESERVE_BYTES = 500_000_000
 """What a run leaves free on its disk."""
 
@@ -167,14 +167,59 @@ def _kept(config: SweepConfig, capture: CaptureConfig, name: str, prompt: _Promp
     if capture.special == "drop":
         from_prompt -= round(prompt.markup * from_prompt / max(prompt.tokens, 1))
     rows = min(from_prompt + from_reply, prompt.tokens + generated)
-    records = tensors = 0
+    values = [layers * width for layers, width in _vectors(config, capture, name)]
+    records = sum(layers for layers, _ in _vectors(config, capture, name))
+    tensors = sum(values) * (4 if capture.pool else rows * (shape.item_bytes if shape else 2))
+    return Load(tensors=tensors, records=records, record_tokens=records * rows, recomputed=from_prompt)
+
+
+def _vectors(config: SweepConfig, capture: CaptureConfig, name: str) -> Iterator[tuple[int, int]]:
+    """(layers, width) of each captured site of a participant."""
+    shape = shapes.of(config, config.scenario.participants[name].model)
     for site in capture.sites:
         every = 1 if site in ("embed", "final_norm", "logits") else shape.layers if shape else UNKNOWN_LAYERS
         layers = 1 if every == 1 else len(capture.layers) if capture.layers is not None else every
-        width = shape.site_width(site) if shape else UNKNOWN_WIDTH
-        records += layers
-        tensors += layers * width * (4 if capture.pool else rows * (shape.item_bytes if shape else 2))
-    return Load(tensors=tensors, records=records, record_tokens=records * rows, recomputed=from_prompt)
+        yield layers, shape.site_width(site) if shape else UNKNOWN_WIDTH
+
+
+def sums_bytes(config: SweepConfig) -> int:
+    """Bytes at most that the sums over captured rows take in one unit: as many keys as its cells can have."""
+    from .aggregates import build, sums
+    from .aggregates.streaming import RecordSum
+
+    found = 0
+    for aggregate in sums(build(config.aggregate)):
+        if isinstance(aggregate, RecordSum) and aggregate.streams:
+            for capture, name in ((c, n) for c in config.capture for n in c.participants):
+                if aggregate.source.pool == capture.pool and aggregate.source.participant in (None, name):
+                    keys = len(_keys(config, aggregate, name))
+                    for layers, width in _vectors(config, capture, name):
+                        values = width + width * (width if aggregate.covariance else 1)
+                        found += keys * layers * (8 * values + KEY_BYTES)
+    return found
+
+
+def _keys(config: SweepConfig, aggregate: Any, name: str) -> set[Any]:
+    """The keys under which an aggregate may put one participant's rows of one place, by the first conditions and items."""
+    from .aggregates.columns import with_short_names
+
+    place = {"participant": name, "site": "residual", "layer": 0, "pool": aggregate.source.pool, "selection": ""}
+    of_items = any(column.startswith("item") for column in aggregate.names())
+    rows = list(itertools.islice(items.read(config.scenario.source), 64 if of_items else 1))
+    found = set()
+    for condition in itertools.islice(conditions(config.grid), 256):
+        for item in rows:
+            row = {
+                **{f"item.{k}": v for k, v in item.items()},
+                "item": item["id"],
+                **with_short_names(condition),
+                **place,
+            }
+            try:
+                found.add(aggregate.key_of(row))
+            except (KeyError, TypeError, ValueError):
+                found.add("")  # by what is known only when it has been said
+    return found - {None}
 
 
 def _selected(select: Select, fed: _Prompt, generated: int) -> tuple[int, int]:
@@ -215,7 +260,7 @@ class Size:
     """Generated."""
     tensor_bytes: int = 0
     other_bytes: int = 0
-    """Tables and commits."""
+    """Tables, sums and commits."""
     recomputed: int = 0
     """Prompt positions that captures run through the model again."""
 
@@ -258,9 +303,11 @@ def size(config: SweepConfig) -> Size:
     has_trunk = config.scenario.trunk.turns > 0 or bool(trunk_axes)
     pieces = len({**casts, cast_of(config): None} if has_trunk else casts)
     units = math.ceil(trunks / whole) * pieces
-    per_file = sum(FILE_BYTES[t] for t, on in (("messages", True), ("records", config.capture),
-                                               ("outcomes", config.scenario.has_outcomes)) if on)  # fmt: skip
-    other = total["other"] + units * per_file + cells * (COMMIT_CELL_BYTES + ROW_BYTES["plan"])
+    models = {name: p.model for name, p in config.scenario.participants.items()}
+    indices = {(models[name], site) for c in config.capture for name in c.participants for site in c.sites}
+    per_unit = FILE_BYTES["messages"] + len(indices) * FILE_BYTES["records"]
+    per_unit += FILE_BYTES["outcomes"] * config.scenario.has_outcomes + sums_bytes(config)
+    other = total["other"] + units * per_unit + cells * (COMMIT_CELL_BYTES + ROW_BYTES["plan"])
     return Size(
         items=num_items, trunks=trunks, cells=cells, units=units, tokens=round(total["tokens"]),
         tensor_bytes=round(total["tensors"]), other_bytes=round(other), recomputed=round(total["recomputed"]),

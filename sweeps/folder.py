@@ -61,7 +61,8 @@ def enter(
     if (root / "run.json").is_file():
         return _continue(config, root, confirm)
     check_place(root)
-    _check_space(config, root)
+    if units is None:
+        check_space(config, root)
     try:
         store.check_links(root)
     except OSError as error:
@@ -86,7 +87,8 @@ def other_aggregates(config: SweepConfig, root: Path | Remote) -> list[str]:
     return [entry["name"] for entry in config.to_dict()["aggregate"] if entry not in begun]
 
 
-def _check_space(config: SweepConfig, root: Path | Remote) -> None:
+def check_space(config: SweepConfig, root: Path | Remote) -> None:
+    """RunRefused where a run would not fit its disk, unless `run.force`."""
     missing = estimate.missing_bytes(config, root)
     if missing and not config.run.force:
         raise RunRefused(
@@ -151,7 +153,7 @@ def _continue(config: SweepConfig, root: Path | Remote, confirm: Callable[[], No
     if not still.all():
         raise RunRefused(_difference(config, root, plan, int((~still).sum()), new))
     if new:
-        _check_space(config, root)
+        check_space(config, root)
         confirm()
         _extend(config, root, plan, known, plan.trunk_ids())
     return Entered(state="extended" if new else "same", num_cells=len(known) + new, new_cells=new)

@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..config import ClusterConfig
 from ..metrics import METRICS
+from ..redact import redact
 from . import Event, import_replica
 
 SUSPECT_S = 40.0
@@ -45,8 +46,11 @@ class _Actor:
         return {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
 
     def load(self, config: dict[str, Any], run_dir: str, cast: str) -> dict[str, Any]:
-        self._replica = import_replica(self._path)(config, run_dir, cast, threads=self._threads)
-        return self._replica.load()
+        try:
+            self._replica = import_replica(self._path)(config, run_dir, cast, threads=self._threads)
+            return self._replica.load()
+        except Exception:  # with this node's secrets out of it
+            raise RuntimeError(redact(traceback.format_exc())) from None
 
     def run(self, unit: bytes) -> dict[str, Any]:
         return self._replica.run(unit)

@@ -110,3 +110,11 @@ class FakeReplica:
         outcome = store.write_commit(self.root, commit)
         reach("writer.committed")
         return {"unit": unit.id, "outcome": outcome, "failed": len(failed), "first_error": "it was told to"}
+
+
+class Leaking(FakeReplica):
+    """Its loading fails, and names a secret that only its own process knows."""
+
+    def load(self):
+        os.environ["NODE_API_KEY"] = "correct-horse-battery"
+        raise RuntimeError("no answer from https://hub.example?key=correct-horse-battery")

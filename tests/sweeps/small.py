@@ -14,10 +14,10 @@ from tests.conversation.tokenizers import CHATML, make
 from tests.tiny import tiny
 
 
-def build_model(folder):
+def build_model(folder, seed=0):
     """A tiny float32 chat model with its tokenizer, saved in `folder`."""
     tokenizer = make(CHATML, eos="<|im_end|>", special=("<|im_start|>",))
-    tiny("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(folder)
+    tiny("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, seed=seed).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

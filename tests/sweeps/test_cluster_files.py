@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jsonschema
@@ -22,6 +26,51 @@ def test_the_batch_script_is_a_valid_shell_script_that_stops_with_notice_and_req
     for option in ("--requeue", "--exclusive", "--signal=B:TERM@120", "--ntasks-per-node=1"):
         assert f"#SBATCH {option}\n" in text
     assert "ray symmetric-run" in text and "python -m sweeps run" in text and "scontrol requeue" in text
+
+
+@pytest.mark.slow
+def test_the_batch_script_hands_its_notice_to_the_driver_alone_and_requeues(tmp_path):
+    """With SLURM and Ray acted by scripts, and a real driver: told to stop in mid-run, started again, done."""
+    bin = tmp_path / ".venv" / "bin"
+    bin.mkdir(parents=True)
+    acted = {"srun": 'shift; exec "$@"', "ray": 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"',
+             "scontrol": 'echo "$@" >>"$SLURM_SUBMIT_DIR/scontrol"', "python": f'exec {sys.executable} "$@"'}  # fmt: skip
+    for name, script in acted.items():
+        (bin / name).write_text(f"#!/bin/bash\n{script}\n")
+        (bin / name).chmod(0o755)
+    environment = {**os.environ, "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1",
+                   "PYTHONPATH": f"{CLUSTER.parent}:{tmp_path}"}  # fmt: skip
+    (tmp_path / "slow.py").write_text(
+        "import os, time\n\ndef wait(conversation):\n    time.sleep(0.05 * os.path.exists('slow'))\n    return {}\n"
+    )
+    (tmp_path / "slow").touch()
+    items = ",".join(f"{{id: i{n}}}" for n in range(50))
+    command = [
+        "bash", str(CLUSTER / "slurm" / "sweep.sbatch"), f"scenario.items=[{items}]", "scenario.branch={turns: 1, seeds: 4}",
+        "scenario.participants={ann: {kind: scripted, lines: [hi]}, ben: {kind: scripted, lines: [oh]}}",
+        "scenario.analyzers=[slow:wait]", "cluster=inline", "plan.unit_cells=4", f"run.dir={tmp_path / 'run'}",
+        "run.progress=plain",
+    ]  # fmt: skip
+
+    def ended(process):
+        out = process.communicate(timeout=120)[0]
+        return process.returncode, out
+
+    start = functools.partial(subprocess.Popen, command, env=environment, cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT)  # fmt: skip
+    first = start()
+    commits = tmp_path / "run" / "_commits"
+    while not (commits.exists() and list(commits.iterdir())):
+        assert first.poll() is None, ended(first)
+        time.sleep(0.02)
+    first.send_signal(signal.SIGTERM)
+    code, said = ended(first)
+    assert code == 4 and "received SIGTERM" in said, said
+    assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
+    (tmp_path / "slow").unlink()
+    code, said = ended(start())
+    assert code == 0 and "200 cells committed" in said, said
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith((".ray", ".sweep"))]
 
 
 def test_shellcheck_finds_nothing(tmp_path):

@@ -67,6 +67,26 @@ def test_what_does_not_fit_the_disk_is_refused_before_anything_is_written(tmp_pa
     assert folder.enter(config, config.run.dir).state == "same", "what runs already is not asked again"
 
 
+def test_sums_are_planned_too(tmp_path):
+    """Of 8 values: bob's two pooled layers, under each of two framings; squares where the covariance is kept."""
+    by = {"kind": "moments", "by": ["framing"]}
+    config = talk.config(tmp_path, aggregate={"spread": by})
+    assert estimate.sums_bytes(config) == 4 * (8 * (8 + 8) + estimate.KEY_BYTES)
+    square = talk.config(tmp_path, aggregate={"spread": {**by, "covariance": True}})
+    assert estimate.sums_bytes(square) == 4 * (8 * (8 + 64) + estimate.KEY_BYTES)
+    of_items = talk.config(tmp_path, aggregate={"spread": {"kind": "moments", "by": ["item.topic"], "pool": None}})
+    assert estimate.sums_bytes(of_items) == 3 * (8 * (8 + 8) + estimate.KEY_BYTES)
+    assert estimate.size(square).other_bytes > estimate.size(talk.config(tmp_path, aggregate={})).other_bytes
+
+
+def test_what_does_not_fit_is_refused_by_the_driver_before_it_makes_the_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(estimate, "free_bytes", lambda root: estimate.RESERVE_BYTES + 1_000)
+    people = {"ann": {"kind": "scripted", "lines": ["hi"]}}
+    config = talk.config(tmp_path, scenario=scenario(participants=people), capture=None)
+    assert driver.run(config, config.run.dir) == 5
+    assert "stay free" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
 def test_one_unit_is_measured_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()

@@ -122,6 +122,13 @@ def test_runs_of_one_process_share_loaded_replicas(cluster, tmp_path):
     assert len(loads) >= 3 and len(set(loads)) <= 2, "three runs, at most two processes"
 
 
+def test_a_secret_of_a_node_stays_there(sweep, capsys):
+    wanted = config(items(2), cluster=on_nodes(sweep.cluster.address, replicas=1))
+    assert driver.run(wanted, sweep.folder, replica="tests.sweeps.fakes:Leaking") == 1
+    said = capsys.readouterr().err + "".join(p.read_text() for p in sweep.folder.rglob("*.json*"))
+    assert "no answer from https://hub.example?key=<NODE_API_KEY>" in said and "correct-horse" not in said
+
+
 def test_what_only_loading_shows_ends_the_run_with_its_reason(sweep, tmp_path, capsys):
     """The model's files are there and whole, and the weights are of another shape."""
     model = build_model(tmp_path / "model")

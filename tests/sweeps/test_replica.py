@@ -11,8 +11,7 @@ from sweeps import driver, store
 from sweeps import run as reader
 from sweeps.planfile import PlanFile
 from sweeps.verify import reopen, verify
-from tests.sweeps.small import Switch, contents, same, settings
-from tests.tiny import tiny
+from tests.sweeps.small import Switch, build_model, contents, same, settings
 
 
 @pytest.fixture(autouse=True)
@@ -167,12 +166,7 @@ def test_a_trunk_that_fails_fails_its_cells_and_no_others(model, tmp_path, monke
 
 
 def test_casts_share_trunks_and_each_has_its_replica(model, undisturbed, tmp_path):
-    from transformers import AutoTokenizer
-
-    other = tmp_path / "other"
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tiny("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, seed=5).save_pretrained(other)
-    tokenizer.save_pretrained(other)
+    other = build_model(tmp_path / "other", seed=5)
     both = {"tiny": {"source": str(model), "dtype": "float32"}, "other": {"source": str(other), "dtype": "float32"}}
     wanted = settings(model, unit_cells=12, cluster__replicas=2, models=both,
                       grid={"scenario.participants.bob.model": ["tiny", "other"]})  # fmt: skip
