@@ -130,7 +130,7 @@ def state(pid):
 
 def test_random_kills_for_a_minute(sweep, model, tmp_path):
     """Replicas are killed a moment after they are ready, for as long as there is work."""
-    much = {"num_items": 24, "seeds": 4, "unit_cells": 8}
+    much = {"num_items": 48, "seeds": 4, "unit_cells": 8}
     assert driver.run(settings(model, **much), tmp_path / "undisturbed") == 0
     stop = threading.Event()
 
