@@ -117,9 +117,10 @@ def _before(config: SweepConfig, root: Path | Remote, replica: str) -> Iterator[
         folder.check_place(root)
         if (root / "run.json").is_file():
             return None
+        folder.check_writable(root)
+    folder.check_space(config, root)
     if replica == REPLICA:
         require_models(config)
-    folder.check_space(config, root)
     units = expand(config)
     return itertools.chain([next(units)], units)
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import os
 import platform
 import re
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -116,6 +118,17 @@ def check_place(root: Path | Remote) -> None:
         raise RunRefused(
             f"run.dir {str(root)!r} is no run folder and not empty (it holds {', '.join(foreign[:5])}); name another"
         )
+
+
+def check_writable(root: Path | Remote) -> None:
+    """OSError where a local folder, or what it would be made in, takes no folder. Leaves nothing."""
+    if isinstance(root, Path):
+        there = [root, *root.absolute().parents]
+        first = next(n for n, path in enumerate(there) if path.exists())
+        try:
+            os.rmdir(tempfile.mkdtemp(dir=there[first]))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(there[max(first - 1, 0)])) from None
 
 
 @contextlib.contextmanager
