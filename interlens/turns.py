@@ -120,8 +120,8 @@ def take(
     from .views.view import build
 
     refuse(speaker, options)
+    call, sample = conversation.next_call(commit)  # which may fill message 0
     index = len(conversation.transcript) + len(extra)
-    call, sample = conversation.next_call(commit)
     if not commit:
         conversation = conversation.aside()
     key = (

@@ -269,13 +269,24 @@ def _verify(arguments: list[str]) -> int:
     given = _parsed(arguments, "verify", "Check a run folder against its commits.", "dir", "--deep", "--reopen")
     found = verify(given.dir, deep=given.deep)
     print("\n".join(found.lines))
-    if found.damaged and given.reopen:
-        opened = reopen(given.dir, found.damaged)
-        print(f"reopened {', '.join(opened)}: the command that started the run runs {_units(len(opened))} again")
-    elif found.damaged:
-        print(f"restore these files from a copy, or let {_units(len(found.damaged))} and what stands on their trunks run "
-              f"again: sweeps verify {given.dir} {'--deep ' * given.deep}--reopen, then the command of the run")  # fmt: skip
+    damaged = [*found.damaged, *(unit for inside in found.captures.values() for unit in inside.damaged)]
+    if damaged and given.reopen:
+        opened = reopen(given.dir, found)
+        units = ", ".join(dict.fromkeys([*opened, *damaged]))
+        print(f"reopened {units}: the command that started the run{_started(given.dir)} runs them again; "
+              "`sweeps capture`, as it was given, captures of them again")  # fmt: skip
+    elif damaged:
+        print(f"restore these files from a copy, or let {_units(len(damaged))} and what stands on their trunks run again: "
+              f"sweeps verify {given.dir} {'--deep ' * given.deep}--reopen, then the command of the run")  # fmt: skip
     return COMPLETE if found.ok else ERROR
+
+
+def _started(root: str) -> str:
+    """The command that last started a run, in brackets, where its events tell."""
+    from . import progress
+
+    commands = [event["command"] for event in progress.events(root) if event.get("command")]
+    return f" ({commands[-1]})" if commands else ""
 
 
 def _units(count: int) -> str:

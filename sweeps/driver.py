@@ -86,13 +86,17 @@ def run(
             if entered.state != "new" and (others := folder.other_aggregates(config, root)):
                 progress.say(f"aggregates that this folder was not begun with: {', '.join(others)}; "
                              f"`sweeps aggregate {root} name=... kind=...` computes others from what is stored")  # fmt: skip
+            if entered.state != "new" and not enter and folder.other_analyzers(config, root):
+                progress.say("this folder was begun with other analyzers or judges: cells that are finished keep what those "
+                             "said, in the same columns")  # fmt: skip
             progress.event("started", found=entered.state, new_cells=entered.new_cells, command=_command())
             return Driver(config, root, progress, lease, replica).run()
     except Stop as stop:
         progress.complain(f"stopped: {stop.reason}; continue with: {_command()}")
         return stop.code
     except (Held, folder.RunRefused, LedgerError) as error:
-        progress.complain(f"sweeps: refused: {error}")
+        hint = f"; `sweeps verify {root} --deep --reopen` shows and mends it" * isinstance(error, LedgerError)
+        progress.complain(f"sweeps: refused: {error}{hint}")
         return 5
     except OSError as error:
         progress.complain(f"sweeps: {error}")
@@ -103,7 +107,13 @@ def run(
             progress.event("error", error=str(error))
         return 1
     except Exception as error:
-        progress.complain(traceback.format_exc())
+        unreadable = type(error).__module__.startswith("pyarrow")
+        text = (
+            f"sweeps: {error}; `sweeps verify {root} --deep` says what is wrong"
+            if unreadable
+            else traceback.format_exc()
+        )
+        progress.complain(text)
         progress.event("error", error=str(error))
         return 1
     finally:
@@ -206,7 +216,10 @@ class Driver:
 
     def _load(self) -> None:
         """The ledger, from the plan and the commits."""
+        shared: dict[str, tuple[str, ...]] = {}
         for info in self.plan.infos():
+            if info.outside:
+                shared[info.id] = info.outside
             self.ledger.add(info.id, info.num_cells, cast=info.cast, needs=Needs(trunks=info.shared, donors=info.donors),
                             part=info.part)  # fmt: skip
         for part, units in self.plan.retries():
@@ -214,7 +227,28 @@ class Driver:
         for commit in store.list_commits(self.root):
             self.snapshot.bytes += _bytes(commit)
             self._costs[""] = self._costs.get("", 0.0) + commit.counters.get("cost", 0.0)
+            if commit.cells and "." in commit.unit:
+                shared.setdefault(self.ledger.root_of(commit.unit), ())
             self._close(commit)
+        self._check_ground(shared)
+
+    def _check_ground(self, shared: Mapping[str, tuple[str, ...]]) -> None:
+        """Refuse to sample a trunk again on which cells stand already: the commit that held it is gone.
+
+        shared: trunks that units need from others, and units that are in pieces.
+        """
+        wanted = {trunk for trunks in shared.values() for trunk in trunks}
+        lost = {trunk for trunk in wanted if self.ledger.holder(trunk) is None}
+        suspects = {root for root, trunks in shared.items() if not trunks or lost & {*trunks}}
+        if not suspects:
+            return
+        commits = list(store.list_commits(self.root))
+        held = {cell for commit in commits if commit.unit.split(".")[0] in suspects for cell in commit.cells}
+        trunks = {trunk for commit in commits for trunk in commit.trunks}
+        for root in suspects:
+            for cell, trunk in self.plan.on_trunks(root):
+                if cell in held and trunk not in trunks:
+                    raise LedgerError(f"cell {cell} stands on trunk {trunk}, whose commit is gone from {self.root}")
 
     def _dispatch(self, crew: Crew) -> None:
         sent = time.monotonic() >= self._not_before

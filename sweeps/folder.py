@@ -89,6 +89,12 @@ def other_aggregates(config: SweepConfig, root: Path | Remote) -> list[str]:
     return [entry["name"] for entry in config.to_dict()["aggregate"] if entry not in begun]
 
 
+def other_analyzers(config: SweepConfig, root: Path | Remote) -> bool:
+    """Whether the folder was begun with other analyzers or judges: they are in no cell's id."""
+    begun, now = store.read_yaml(root, "config-0.yaml").get("scenario") or {}, config.to_dict()["scenario"]
+    return any((begun.get(name) or None) != (now[name] or None) for name in ("analyzers", "judges"))
+
+
 def check_space(config: SweepConfig, root: Path | Remote) -> None:
     """RunRefused where a run would not fit its disk, unless `run.force`."""
     missing = estimate.missing_bytes(config, root)
@@ -188,7 +194,10 @@ def _batches(ids: Iterator[str], size: int = 65_536) -> Iterator[np.ndarray]:
 def _extend(
     config: SweepConfig, root: Path | Remote, plan: planfile.PlanFile, known: np.ndarray, held: set[str]
 ) -> None:
-    part = len(plan.parts)
+    part, planned = len(plan.parts), {*plan.unit_names}
+    if lost := next((unit for unit in store.committed_units(root) if unit.split(".")[0] not in planned), None):
+        raise store.Damaged(f"{str(root)!r} has a commit of {lost} and no plan of it: plan/part-{part}.parquet is missing; "
+                            "restore it from a copy of the run")  # fmt: skip
     for leftover in (f"config-{part}.yaml", f"inputs/items-{part}.jsonl"):
         (root / leftover).unlink(missing_ok=True)
     inputs.copy_into(config, root)

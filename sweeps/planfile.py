@@ -147,7 +147,12 @@ class PlanFile:
 
     def __init__(self, root: store.Root):
         self.root = place(root)
-        self.parts = sorted((self.root / "plan").glob("part-*.parquet"), key=lambda p: int(p.stem.split("-")[1]))
+        parts = {int(path.stem.split("-")[1]): path for path in (self.root / "plan").glob("part-*.parquet")}
+        self.parts = [parts[number] for number in sorted(parts)]
+        if lost := {*range(len(parts))} - {*parts}:
+            raise store.Damaged(
+                f"plan/part-{min(lost)}.parquet of {str(self.root)!r} is missing; restore it from a copy of the run"
+            )
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Every row that is a cell, all parts as one table; an axis that a part did not have is null there."""
@@ -271,6 +276,16 @@ class PlanFile:
         """Every unit whole, in plan order, streamed."""
         for name in self.unit_names:
             yield self.unit(name)
+
+    def on_trunks(self, unit: str) -> list[tuple[str, str]]:
+        """(cell, trunk) of the cells of a unit that continue a trunk."""
+        part, first, last = self._where[unit]
+        if not self._has_trunks(part):
+            return []
+        rows = self._slice(part, first, last)
+        return [
+            (c, t) for c, t in zip(rows["cell"].to_pylist(), rows["trunk"].to_pylist(), strict=True) if c is not None
+        ]
 
     @property
     def unit_names(self) -> Iterator[str]:

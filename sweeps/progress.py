@@ -217,7 +217,9 @@ def status(root: store.Root) -> list[str]:
         held += len(commit.cells)
         failed_by[commit.unit] = len(commit.failed)
     failed = sum(n for unit, n in failed_by.items() if f"{unit}.r" not in failed_by)
-    pending = planned - held - failed
+    if (pending := planned - held - failed) < 0:
+        raise store.Damaged(f"{root} has {held + failed} cells in commits and {planned} in its plan: a part of plan/ is "
+                            "missing; restore it from a copy of the run")  # fmt: skip
     shown = "complete" if planned and not pending else f"{pending} pending"
     lines = [f"{root}: {held} of {planned} cells committed in {units} units, {failed} failed, {shown}"]
     holder = lease.latest(root)

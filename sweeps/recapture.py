@@ -66,6 +66,11 @@ def capture(run_dir: str | Path, arguments: Sequence[str]) -> int:
         raise ConfigError(f"{str(run_dir)!r} has this already: {shown}; leave it out")
     if not (target / "run.json").is_file():
         _check_space(run, config)
+    elif missing := run.held_cells - set(open(str(target)).cells["cell"].to_pylist()):
+        raise ConfigError(
+            f"this was captured before {len(missing)} of the {len(run.held_cells)} cells were finished; to capture it of "
+            f"all of them, delete {target} and give this command again"
+        )
     return driver.run(replace(config, run=replace(config.run, dir=str(target))), str(target), enter=_Enter(run))
 
 

@@ -112,7 +112,11 @@ class Run(Records, Results):
             done += len(commit.cells)
             failed[commit.unit] = len(commit.failed)
         still = sum(count for unit, count in failed.items() if f"{unit}.r" not in failed)
-        return files, {"done": done, "failed": still, "pending": self.plan.num_cells - done - still}
+        pending = self.plan.num_cells - done - still
+        if pending < 0 and {unit.split(".")[0] for unit in failed} - {*self.plan.unit_names}:
+            raise store.Damaged(f"the plan of {str(self.root)!r} has {-pending} cells fewer than its commits; a part of "
+                                "plan/ is missing: restore it from a copy of the run")  # fmt: skip
+        return files, {"done": done, "failed": still, "pending": pending}
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -214,14 +218,23 @@ class Run(Records, Results):
         """The whole conversation of a cell, its trunk's messages first, with `fed` restored. KeyError: not finished."""
         commit = self._cell_commit(cell)
         own = self._message_rows(commit, pc.field("cell") == cell)
-        trunk = own[0]["trunk"] if own else self._trunk_of(cell)
-        before = self.trunk(trunk) if trunk in self._trunk_holder else []
-        return [*before, *map(rows.message, own)]
+        return [*self._before(cell), *map(rows.message, own)]
 
     def num_trunk_messages(self, cell: str) -> int:
         """How many of a cell's messages are its trunk's."""
-        trunk = self._trunk_of(cell)
-        return len(self.trunk(trunk)) if trunk in self._trunk_holder else 0
+        return len(self._before(cell))
+
+    def _before(self, cell: str) -> list[Message]:
+        """What the trunk of a finished cell says; nothing where there are no trunks. Damaged: its commit is gone."""
+        trunk, unit = self._trunk_of(cell), self.plan_row(cell)["unit"]
+        if trunk in self._trunk_holder:
+            return self.trunk(trunk)
+        if self.plan.on_trunks(unit):
+            raise store.Damaged(
+                f"cell {cell} stands on trunk {trunk}, and no commit in {str(self.root)!r} holds it; restore _commits/ from "
+                "a copy, or let the cell run again: `sweeps verify RUN --reopen`"
+            )
+        return []
 
     def trunk(self, trunk: str) -> list[Message]:
         """The committed messages of a trunk, verbatim. KeyError where no commit holds it."""

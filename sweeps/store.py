@@ -241,13 +241,18 @@ def read_commit(root: Root, unit: str) -> Commit | None:
         return None
 
 
-def list_commits(root: Root) -> Iterator[Commit]:
-    """Every commit of the folder, in order of unit id: a unit before its children. Other names there are ignored."""
+def committed_units(root: Root) -> list[str]:
+    """The units that have a commit, a unit before its children. Other names in the folder are ignored."""
     folder = place(root) / "_commits"
     names = os.listdir(folder) if isinstance(folder, Path) and folder.is_dir() else []
     if isinstance(folder, Remote):
         names = [entry.name for entry in folder.iterdir()]
-    units = sorted((n.removesuffix(".json") for n in names if _COMMIT.fullmatch(n)), key=unit_order)
+    return sorted((n.removesuffix(".json") for n in names if _COMMIT.fullmatch(n)), key=unit_order)
+
+
+def list_commits(root: Root) -> Iterator[Commit]:
+    """Every commit of the folder, in order of unit id: a unit before its children."""
+    folder, units = place(root) / "_commits", committed_units(root)
     for first in range(0, len(units), _AT_ONCE):
         paths = [folder / f"{unit}.json" for unit in units[first : first + _AT_ONCE]]
         for path, data in zip(paths, _read_all(paths), strict=True):
@@ -297,7 +302,8 @@ def _parse(path: Path | Remote, data: bytes) -> Commit:
         return _checked(Commit(**fields), path.name)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise Damaged(
-            f"the commit {str(path)!r} cannot be read ({error}); restore it, or delete it to run its unit again"
+            f"the commit {str(path)!r} cannot be read ({error}); restore it from a copy of the run, or let its unit and "
+            "what stands on it run again: `sweeps verify RUN --reopen`"
         ) from None
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ class Verdict:
 
     problems: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
-    """Units whose files are not what their commits say."""
+    """Units whose files are not what their commits say, or that stand on what is gone."""
+    captures: dict[str, Verdict] = field(default_factory=dict)
+    """Of each folder that `sweeps capture` added."""
     counts: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -52,6 +55,14 @@ def verify(root: str | Path | Remote, *, deep: bool = False) -> Verdict:
     """
     run = Run(root)
     found = Verdict()
+    for unit in store.committed_units(root):
+        try:
+            store.read_commit(root, unit)
+        except store.Damaged as error:
+            found.problems.append(str(error))
+            found.damaged.append(unit)
+    if found.damaged:  # which cells there are in what state is known only when all can be read
+        return found
     commits = list(run.commits())
     _check_cells(run, commits, found)
     found.problems += _input_problems(run, deep)
@@ -70,7 +81,7 @@ def verify(root: str | Path | Remote, *, deep: bool = False) -> Verdict:
     if strange:
         found.notes.append(f"{len(strange)} files that no run writes, such as {strange[0]} (left alone)")
     for added in run.captures:
-        inside = verify(added.root, deep=deep)
+        inside = found.captures[str(added.root)] = verify(added.root, deep=deep)
         where = f"captures/{added.root.name}"
         found.problems += [f"{where}: {problem}" for problem in inside.problems]
         found.notes += [f"{where}: {note}" for note in inside.notes]
@@ -81,32 +92,51 @@ def verify(root: str | Path | Remote, *, deep: bool = False) -> Verdict:
     return found
 
 
-def reopen(root: str | Path | Remote, units: Iterable[str]) -> list[str]:
+def reopen(root: str | Path | Remote, found: Verdict) -> list[str]:
     """Delete the commits of damaged units, so that the command that started the run runs them again.
 
     With a unit go its children and retries, and the units whose cells continue its trunks or are patched from its
     cells: they must stand on what is sampled again. Returns all of them. The damaged ones go last, so that a reopening
-    that is cut off can be repeated. Takes the folder's lease; RunRefused where a driver holds it.
+    that is cut off can be repeated. In folders that `sweeps capture` added, the same units go, and those that are damaged
+    there. Takes the folder's lease; RunRefused where a driver holds it.
     """
-    run = Run(root)
+    run, damaged = Run(root), [*dict.fromkeys(found.damaged)]
     with exclusively(root):
-        commits = {commit.unit: commit for commit in run.commits()}
-        unit_of = {cell: commit.unit for commit in commits.values() for cell in (*commit.failed, *commit.cells)}
+        commits: dict[str, Commit | None] = dict.fromkeys(store.committed_units(root))
+        commits |= {unit: store.read_commit(root, unit) for unit in commits if unit not in damaged}
+        table = run.plan.table()
+        plan = table.select([n for n in ("unit", "cell", "trunk", "donors") if n in table.column_names]).to_pylist()
+        unit_of = {cell: c.unit for c in commits.values() if c for cell in (*c.failed, *c.cells)}
         standing_on: dict[str, dict[str, None]] = {}
-        columns = [name for name in ("cell", "trunk", "donors") if name in run.cells.column_names]
-        for row in run.cells.select(columns).to_pylist():
+        for row in plan:
             if row["cell"] in unit_of:
                 for ground in (row["trunk"], *(row.get("donors") or ())):
                     standing_on.setdefault(ground, {})[unit_of[row["cell"]]] = None
-        order = [unit for unit in dict.fromkeys(units) if unit in commits]
+        order = [unit for unit in damaged if unit in commits]
         for unit in order:  # grows
+            commit = _read_if_sound(root, unit)
+            grounds = (*commit.trunks, *commit.cells) if commit else (  # unknown: what its root may have held
+                ground for row in plan if row["unit"] == unit.split(".")[0] for ground in (row["trunk"], row["cell"])
+            )  # fmt: skip
             above = [other for other in commits if other.startswith(f"{unit}.")]
-            for ground in (*commits[unit].trunks, *commits[unit].cells):
+            for ground in grounds:
                 above += standing_on.get(ground, ())
             order += [other for other in dict.fromkeys(above) if other not in order]
+        for added in run.captures:
+            inside = found.captures.get(str(added.root), Verdict())
+            roots = {unit.split(".")[0] for unit in order}
+            again = [u for u in store.committed_units(added.root) if u.split(".")[0] in roots]
+            reopen(added.root, Verdict(damaged=[*again, *inside.damaged]))
         for unit in reversed(order):
             store.delete(run.root, f"_commits/{unit}.json")
     return order
+
+
+def _read_if_sound(root: Any, unit: str) -> Commit | None:
+    try:
+        return store.read_commit(root, unit)
+    except store.Damaged:
+        return None
 
 
 def _check_cells(run: Run, commits: list[Commit], found: Verdict) -> None:
@@ -128,6 +158,9 @@ def _check_cells(run: Run, commits: list[Commit], found: Verdict) -> None:
         parent = commit.unit.rpartition(".")[0]
         if parent and not any(c.unit == parent for c in commits):
             found.problems.append(f"commit {commit.unit} stands without its parent's, {parent}")
+            found.damaged.append(commit.unit)
+    with contextlib.suppress(store.Damaged):  # settings that cannot be read are told below
+        _check_ground(run, held, trunks, found)
     found.problems += _miscounted(run, commits)
     for cell, unit in {**held, **failed}.items():
         if cell not in planned:
@@ -135,6 +168,25 @@ def _check_cells(run: Run, commits: list[Commit], found: Verdict) -> None:
     for cell in failed.keys() & held.keys():
         if not held[cell].startswith(f"{failed[cell]}.r"):
             found.problems.append(f"cell {cell} is held by {held[cell]} and failed by {failed[cell]}")
+
+
+def _check_ground(run: Run, held: Mapping[str, str], trunks: Mapping[str, str], found: Verdict) -> None:
+    """Finished cells whose trunk, or a donor, no commit holds."""
+    lost: dict[str, str] = {}
+    for unit in run.plan.unit_names:
+        for cell, trunk in run.plan.on_trunks(unit):
+            if cell in held and trunk not in trunks:
+                lost.setdefault(held[cell], f"trunk {trunk}")
+    if "donors" in run.cells.column_names:
+        rows = run.cells.select(["cell", "donors"]).to_pylist()
+        planned = {row["cell"] for row in rows}  # a donor may be of another run
+        for row in rows:
+            for donor in row["donors"] or ():
+                if row["cell"] in held and donor in planned and donor not in held:
+                    lost.setdefault(held[row["cell"]], f"donor {donor}")
+    for unit, ground in lost.items():
+        found.problems.append(f"cells of {unit} stand on {ground}, which no commit holds")
+        found.damaged.append(unit)
 
 
 def _miscounted(run: Run, commits: list[Commit]) -> Iterator[str]:
@@ -244,10 +296,13 @@ def _check_rows(run: Run, commit: Commit, found: Verdict) -> None:
         _check_message(row, commit, found)
     mapped: dict[str, tensors.TensorFile] = {}
     used: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    unsaid = any(f["table"] == "messages" and f["path"] in broken for f in commit.files)
     for row in _rows(run, "records", files):
         found.counts["records"] = found.counts.get("records", 0) + 1
         _check_owner(row, "records", commit, found)
         message = said.get((row["trunk"], row["cell"], row["message_idx"]))
+        if unsaid or row["file"] in broken:  # said already
+            continue
         for problem in _record_problems(run, row, message, files["activations"], mapped):
             found.problems.append(f"{commit.unit}: record {_name(row)}: {problem}")
         used.setdefault((row["file"], row["key"]), []).append((row["row_start"], row["row_end"]))

@@ -14,6 +14,7 @@ from interlens import (
     SteeringSpec,
     Transcript,
     UnsupportedIntervention,
+    dataset_field,
 )
 from interlens.errors import ContextOverflow
 from interlens.participants import ModelParticipant, Participant
@@ -475,6 +476,13 @@ def test_a_message_is_text_that_can_be_encoded():
 def test_capture_records_go_to_every_open_block():
     with pytest.raises(ValueError, match="no participant 'carol'"), pair().capture(participants=["carol"]):
         pass
+
+
+def test_a_row_given_afterwards_fills_the_opening():
+    conversation = pair(shared_context=("About ", dataset_field("topic")))
+    conversation.row = {"topic": "rain"}
+    conversation.step("alice")
+    assert [m.content for m in conversation.transcript][0] == "About rain" and len(conversation.transcript) == 2
 
 
 def test_a_denied_turn_says_what_was_denied():

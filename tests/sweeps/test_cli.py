@@ -112,7 +112,7 @@ def test_errors_are_one_line_and_leave_nothing(arguments, code, said, capsys):
     (lambda run: (run / "run.json").write_text("{oops"), "run.json of 'runs/sweep' cannot be read"),
     (lambda run: (run / "config-0.yaml").write_text("a: ["), "config-0.yaml of 'runs/sweep' cannot be read"),
     (lambda run: shutil.rmtree(run / "plan"), "plan"),
-    (lambda run: next((run / "_commits").iterdir()).write_text("{"), "restore it, or delete it to run its unit again"),
+    (lambda run: next((run / "_commits").iterdir()).write_text("{"), "let its unit and what stands on it run again"),
     (lambda run: next((run / "messages").iterdir()).unlink(), "no such file: runs/sweep/messages/"),
     (lambda run: next((run / "messages").iterdir()).write_bytes(b"PAR1"), "messages/u000000-"),
 ])  # fmt: skip

@@ -9,7 +9,10 @@ import pytest
 
 from sweeps import driver, store
 from sweeps import run as reader
+from sweeps.cli import main
+from sweeps.config import ConfigError
 from sweeps.planfile import PlanFile
+from sweeps.recapture import capture
 from sweeps.verify import reopen, verify
 from tests.sweeps.small import Switch, build_model, contents, same, settings
 
@@ -124,11 +127,59 @@ def test_damaged_units_run_again_with_all_that_stands_on_them(model, undisturbed
         path.unlink()
     found = verify(folder)
     assert found.damaged == [of_item["i1"]]
-    opened = reopen(folder, found.damaged)
+    opened = reopen(folder, found)
     assert opened[0] == of_item["i1"] and f"{opened[0]}.r" in opened and len(opened) == 3
     assert driver.run(again, folder) == 0
-    assert verify(folder, deep=True).ok and reopen(folder, []) == []
+    assert verify(folder, deep=True).ok and reopen(folder, verify(folder)) == []
     same(contents(folder), contents(undisturbed))
+
+
+def test_a_lost_commit_on_which_others_stand_is_refused_until_they_are_reopened(model, undisturbed, tmp_path, capsys):
+    folder, more = tmp_path / "run", ["layers=0,1", "pool=max", "cluster.executor=inline", "run.progress=none"]
+    assert driver.run(settings(model, seeds=1, unit_cells=2), folder) == 0
+    assert driver.run(settings(model, seeds=2, unit_cells=2), folder) == 0
+    assert capture(folder, more) == 0
+    captured = [list(store.list_commits(added.root)) for added in reader.open(folder).captures]
+    (first, other) = store.committed_units(folder)[:2]
+    (folder / f"_commits/{first}.json").unlink()
+    (folder / f"_commits/{other}.json").write_bytes(b"{")
+    assert verify(folder).damaged == [other], "what cannot be read comes first"
+    assert reopen(folder, verify(folder))[0] == other
+    found = verify(folder)
+    assert len(found.damaged) == 1 and "which no commit holds" in found.problems[0]
+    capsys.readouterr()
+    assert driver.run(settings(model, seeds=2, unit_cells=2), folder) == 5
+    assert "whose commit is gone" in capsys.readouterr().err
+    with pytest.raises(store.Damaged, match="no commit"):
+        for cell in reader.open(folder).held_cells:
+            reader.open(folder).messages(cell)
+    assert main(["verify", str(folder), "--reopen"]) == 1 and "reopened" in capsys.readouterr().out
+    left = [list(store.list_commits(added.root)) for added in reader.open(folder).captures]
+    assert 0 < len(left[0]) < len(captured[0]), "what was captured of them is gone too"
+    assert driver.run(settings(model, seeds=2, unit_cells=2), folder) == 0 and capture(folder, more) == 0
+    assert verify(folder, deep=True).problems == []
+    assert [len(list(store.list_commits(added.root))) for added in reader.open(folder).captures] == [len(captured[0])]
+    talk, values = contents(folder)
+    same((talk, {at: v for at, v in values.items() if at[-1] != "max"}), contents(undisturbed))
+    assert driver.run(settings(model, seeds=3, unit_cells=2), folder) == 0
+    with pytest.raises(ConfigError, match=r"captured before 6 of the 18 cells"):
+        capture(folder, more)
+
+
+def test_a_lost_part_of_the_plan_is_said(model, tmp_path, capsys):
+    assert driver.run(settings(model, seeds=1), tmp_path / "run") == 0
+    assert driver.run(settings(model, seeds=2), tmp_path / "run") == 0
+    (tmp_path / "run/plan/part-1.parquet").rename(tmp_path / "kept")
+    before = sorted(tmp_path.rglob("*"))
+    capsys.readouterr()
+    assert driver.run(settings(model, seeds=3), tmp_path / "run") == 1
+    assert "plan/part-1.parquet is missing" in capsys.readouterr().err
+    assert main(["status", str(tmp_path / "run")]) == 1
+    assert [path for path in before if path not in set(tmp_path.rglob("*"))] == [], "nothing was taken away"
+    (tmp_path / "kept").rename(tmp_path / "run/plan/part-1.parquet")
+    (tmp_path / "run/plan/part-0.parquet").rename(tmp_path / "kept")
+    assert main(["aggregate", str(tmp_path / "run"), "name=o", "kind=outcomes"]) == 1
+    assert "plan/part-0.parquet" in capsys.readouterr().err
 
 
 def test_a_cell_that_raises_is_a_row_in_failures_and_can_be_tried_again(model, undisturbed, tmp_path):

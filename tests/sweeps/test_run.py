@@ -203,11 +203,17 @@ def test_tensors_in_a_damaged_file_are_not_read(root, damage):
         sweeps.open(root).vectors(layer=3)
 
 
+def add_trunks(writer, unit):
+    for trunk in unit.trunks:
+        writer.add_trunk(trunk.id, [talk.said("alice", "so")], [])
+
+
 def test_false_rows_are_found(root, tmp_path):
     config = talk.config(tmp_path, scenario={**talk.SCENARIO, "seed": 9}, run={"dir": str(tmp_path / "other")})
     folder.enter(config, config.run.dir)
     unit = next(iter(expand(config)))
     writer = UnitWriter(config.run.dir, unit, {"alice": "tiny", "bob": "tiny"})
+    add_trunks(writer, unit)
     for n, cell in enumerate(unit.cells):
         records = answer(3, 1.0)
         if n == 0:
@@ -244,8 +250,8 @@ def test_a_damaged_commit_is_named(root):
 def test_a_commit_that_is_made_otherwise_is_named(root, change):
     path = root / "_commits" / "u000001.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(Damaged, match=r"u000001\.json"):
-        verify(root)
+    found = verify(root)
+    assert len(found.problems) == 1 and "u000001.json" in found.problems[0] and found.damaged == ["u000001"]
 
 
 def test_commits_account_for_what_their_units_were_given(root):
@@ -290,6 +296,7 @@ def test_several_runs_are_read_together(root, tmp_path):
     folder.enter(config, config.run.dir)
     unit = next(iter(expand(config)))
     writer = UnitWriter(config.run.dir, unit, {"alice": "tiny", "bob": "tiny"})
+    add_trunks(writer, unit)
     for cell in unit.cells:
         writer.add_cell(cell, [talk.said("bob", "other", 1)], answer(0, 100.0), {"words": 1}, start=0)
     writer.commit()
@@ -315,6 +322,7 @@ def test_routing_is_merged_by_tokens(root, tmp_path):
     folder.enter(config, config.run.dir)
     unit = next(iter(expand(config)))
     writer = UnitWriter(config.run.dir, unit, {"alice": "tiny", "bob": "tiny"})
+    add_trunks(writer, unit)
     expected = []
     for n, cell in enumerate(unit.cells):
         writer.add_cell(cell, [talk.said("bob", "so", 1)])

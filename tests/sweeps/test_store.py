@@ -182,12 +182,14 @@ def test_names_from_data_never_leave_the_folder(tmp_path, name):
     folder.enter(config, config.run.dir)
     (unit,) = PlanFile(config.run.dir).units()
     writer = UnitWriter(config.run.dir, unit, {"bob": "tiny"})
+    for trunk in unit.trunks:
+        writer.add_trunk(trunk.id, [talk.Message(name, name)], [])
     for cell in unit.cells:
         message = talk.Message(name, name, {name: name})
         writer.add_cell(cell, [message], [], {name: name})
     writer.commit()
     run = sweeps.open(config.run.dir)
-    assert run.messages(unit.cells[0].id)[0].content == name
+    assert [m.content for m in run.messages(unit.cells[0].id)] == [name, name]
     inside = tmp_path / "run"
     assert all(inside in p.resolve().parents for p in inside.rglob("*"))
     assert {p.name for p in tmp_path.iterdir()} == {"run", "tiny"}
