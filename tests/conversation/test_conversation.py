@@ -482,7 +482,7 @@ def test_a_row_given_afterwards_fills_the_opening():
     conversation = pair(shared_context=("About ", dataset_field("topic")))
     conversation.row = {"topic": "rain"}
     conversation.step("alice")
-    assert [m.content for m in conversation.transcript][0] == "About rain" and len(conversation.transcript) == 2
+    assert conversation.transcript[0].content == "About rain" and len(conversation.transcript) == 2
 
 
 def test_a_denied_turn_says_what_was_denied():
