@@ -15,8 +15,10 @@ from sweeps.writer import UnitWriter
 from tests.sweeps import talk
 
 
-def run_of(tmp_path, name, change=lambda number, message: None, **options):
-    config = talk.config(tmp_path, run={"dir": str(tmp_path / name)}, **options)
+def run_of(tmp_path, name, change=lambda number, message: None, seed=0, **options):
+    """Cells without trunks before them."""
+    alone = {**talk.SCENARIO, "seed": seed, "trunk": {"turns": 0, "seeds": 2}}
+    config = talk.config(tmp_path, scenario=alone, run={"dir": str(tmp_path / name)}, **options)
     folder.enter(config, config.run.dir)
     number = 0
     for unit in expand(config):
@@ -46,7 +48,7 @@ def test_differences_are_found_across_ids(tmp_path):
             message.fed = replace(message.fed, generated=(11, 12, 99, 14, 15))
 
     a = run_of(tmp_path, "a")
-    b = run_of(tmp_path, "b", change, scenario={**talk.SCENARIO, "seed": 9})
+    b = run_of(tmp_path, "b", change, seed=9)
     assert not set(a.cells["cell"].to_pylist()) & set(b.cells["cell"].to_pylist())
     found = compare(a, b)
     assert (found.matched, found.same_replies) == (24, 12) and found.first_differences == [2] * 12
