@@ -77,6 +77,7 @@ class Conversation:
         """(Reader, visibility) -> how it saw the transcript last, so that only what is new is made anew."""
         self._calls = 0  # samples and denied steps since the last commit
         self._denied_call = 0  # call number of the next step
+        self.unopened = False  # message 0 could not be filled from the row
         self._fresh = copy.deepcopy((self.communication, self.context_policy))
         self._check_names()
         for p in self.participants:
@@ -179,8 +180,9 @@ class Conversation:
         speaker = None if first is None else self.participant(first).name
         stop = copy.deepcopy(condition(until))  # its state is this run's
         self.stop_reason, self.conditions = None, [stop] if stop else []
+        if prompt is not None or self.unopened:
+            self.must_open()
         if prompt is not None:
-            self._must_open()
             self.transcript.append(self.moderator_name, prompt)
         taken, denied, message, watched = 0, 0, None, read_only(self)
         try:
@@ -234,7 +236,7 @@ class Conversation:
     # -- called by a turn ---------------------------------------------------------------------------------------------
     def next_call(self, commit: bool) -> tuple[int, int | None]:
         """(call number, sample number or None) of a turn that begins. Steps ignore samples: samples leave no trace."""
-        self._must_open()
+        self.must_open()
         if commit:
             return self._denied_call, None
         self._calls += 1
@@ -381,10 +383,11 @@ class Conversation:
         self._calls = self._denied_call = 0
         self.communication.rewound(read_only(self))
 
-    def _must_open(self) -> None:
-        """ValueError where message 0 is still missing and cannot be filled."""
-        if not self.transcript or (self.row is None and needs_row(self.shared_context)):
+    def must_open(self) -> None:
+        """Fill message 0 if it is still missing; what filling it raises."""
+        if self.unopened or not self.transcript or (self.row is None and needs_row(self.shared_context)):
             self._open(demand=True)
+            self.unopened = False
 
     def _open(self, demand: bool = False) -> None:
         """Message 0, as soon as it can be filled."""
@@ -403,7 +406,10 @@ class Conversation:
         if row is not None and needs_row(self.shared_context):
             if self.row is not None and other.transcript:
                 del other.transcript[0]
-            other._open()
+            try:
+                other._open()
+            except Exception:  # raised where its first turn begins: of many conversations, this one fails
+                other.unopened = True
         return other
 
     def rollout(

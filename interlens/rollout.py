@@ -88,6 +88,8 @@ def rollout(
         if seed is not None:
             other.seed = seed
         made.append(other)
+    if all(other.unopened for other in made):  # no row fits: the text is wrong, not the rows
+        made[0].must_open()
     return run(made, turns=turns, until=until, analyzer=analyzer, capture=capture)
 
 

@@ -485,6 +485,17 @@ def test_a_row_given_afterwards_fills_the_opening():
     assert conversation.transcript[0].content == "About rain" and len(conversation.transcript) == 2
 
 
+@pytest.mark.parametrize("said", [[], ["and"]])
+def test_a_row_that_does_not_fill_the_opening_fails_its_conversation_only(said):
+    conversation = pair(shared_context=("About ", dataset_field("topic")))
+    for text in said:
+        conversation.transcript.append("alice", text)
+    report = conversation.rollout(data=[{"topic": "rain"}, {"x": 1}], turns=2)
+    fine, bad = report.results
+    assert fine.error is None and fine.conversation.transcript[0].content == "About rain"
+    assert "no column 'topic'" in str(bad.error) and len(bad.conversation.transcript) == len(said)
+
+
 def test_a_denied_turn_says_what_was_denied():
     conversation = pair(message_hooks=[lambda message, conversation: deny("never")])
     turn = finish(conversation.turn("alice"))
