@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from ..conversation import Conversation
 
 _CHANGE = frozenset({
-    "add_capture", "aside", "capture", "commit", "denied", "edit", "must_open", "next_call", "play", "reset", "rewind", "rollout", "run",
+    "add_capture", "aside", "capture", "commit", "denied", "edit", "must_open", "next_call", "play", "reset",
+    "rewind", "rollout", "run",
     "sample", "sample_all", "step", "turn",
 })  # fmt: skip
 """What is done to a conversation, or takes a turn of it."""
