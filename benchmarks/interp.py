@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from interlens.interp import ActivationCache, ActivationRecord, CaptureSpec, capture_activations
-from interlens.interp.capture import run_forward
-from interlens.interp.contracts import verify
+from interlens.interp.locate import verify
+from interlens.interp.packing import run_forward
 from interlens.loading import load
 from interlens.statistics import Moments
 

@@ -44,7 +44,7 @@ _HOMES = {
     "ActivationCache": "interp.activation_cache",
     "ActivationRecord": "interp.activation_cache",
     "token_logprobs": "interp.logprobs",
-    "decoder_layers": "interp.sites",
+    "decoder_layers": "interp.locate",
     "RouterSteeringSpec": "interp.routing",
     "forward_with_grad": "interp.gradients.forward",
     "GradCaptureSpec": "interp.gradients.forward",

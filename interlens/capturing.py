@@ -88,7 +88,7 @@ def check_places(spec: CaptureSpec, participant: Participant) -> None:
     outline = getattr(participant, "outline", None)
     anywhere = spec.layers is None and tuple(spec.sites) == ("residual",)
     if outline is not None and not anywhere and (model := outline()) is not None:
-        from .interp.sites import resolve_layers
+        from .interp.locate import resolve_layers
 
         for site in spec.sites:
             resolve_layers(model, spec.layers, site)

@@ -17,12 +17,12 @@ from .participants.base import Participant
 from .policies.communication import CommunicationPolicy, RoundRobinPolicy
 from .policies.context import ContextPolicy, ErrorPolicy, check
 from .policies.hooks import copies
-from .policies.read_only import read_only
 from .policies.stopping import StopCondition, condition
-from .policies.templating import fill, needs_row
-from .policies.visibility import ReasoningVisibility
+from .read_only import read_only
+from .templating import fill, needs_row
 from .transcript import Transcript
 from .turns import TurnOptions, Work, fit, take
+from .visibility import ReasoningVisibility
 
 if TYPE_CHECKING:
     from .capturing import Capturing

@@ -24,7 +24,7 @@ from torch import nn
 from . import adapters, sources
 from .dequantise import converted
 from .errors import CannotLoad
-from .interp.contracts import verify_once
+from .interp.locate import verify_once
 from .sources import EMBEDDED, cache_dir
 from .upcycle import upcycle
 

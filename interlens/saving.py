@@ -36,8 +36,8 @@ _CLASSES = {
     "interp.steering": ("SteeringSpec",),
     "interp.patching": ("Patch",),
     "interp.routing": ("RouterSteeringSpec",),
-    "policies.templating": ("ContextItem", "DatasetField"),
-    "policies.visibility": ("ReasoningVisibility",),
+    "templating": ("ContextItem", "DatasetField"),
+    "visibility": ("ReasoningVisibility",),
     "policies.context": ("ErrorPolicy", "DropOldestPolicy", "SlidingWindowPolicy", "SummarizePolicy"),
     "policies.communication": ("RoundRobinPolicy", "DirectPipingPolicy", "MessagingPolicy"),
     "policies.stopping": (

@@ -115,8 +115,8 @@ def take(
 ) -> Generator[Work, Any, Turn]:
     """One turn of `speaker`. `extra`: messages that are seen as if they came after the transcript (for samples)."""
     from .policies.hooks import review
-    from .policies.read_only import read_only
     from .policies.stopping import least
+    from .read_only import read_only
     from .views.view import build
 
     refuse(speaker, options)

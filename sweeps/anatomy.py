@@ -32,7 +32,7 @@ def check(configs: Iterable[SweepConfig]) -> None:
             skeleton = _skeleton(config, model)
             if skeleton is None:
                 continue
-            from interlens.interp.sites import resolve_layers
+            from interlens.interp.locate import resolve_layers
 
             try:
                 resolve_layers(skeleton, layers, site)
@@ -48,7 +48,7 @@ def width(config: SweepConfig, model: str | None, site: str, layer: int) -> int 
     skeleton = _skeleton(config, model or "")
     if skeleton is None:
         return None
-    from interlens.interp.sites import site_width
+    from interlens.interp.locate import site_width
 
     return site_width(skeleton, site, layer)
 

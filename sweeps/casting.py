@@ -194,7 +194,7 @@ class Setting:
         )  # fmt: skip
 
     def _steering(self, edit: InterventionConfig) -> SteeringSpec:
-        from interlens.interp.sites import site_width
+        from interlens.interp.locate import site_width
         from interlens.interp.steering import SteeringSpec
 
         speaker = self.config.scenario.participants[edit.participants[0]]

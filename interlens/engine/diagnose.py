@@ -6,7 +6,7 @@ import torch
 
 from ..errors import NonFinite, UnknownSite
 from ..interp import hooks
-from ..interp.sites import layers_with
+from ..interp.locate import layers_with
 from . import taps
 from .forward import Batch, Forward, is_out_of_memory
 from .rows import Row

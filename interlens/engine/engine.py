@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HookDidNotFire, UnsupportedIntervention
-from ..interp import hooks
+from ..interp import attach, hooks
 from ..interp.logprobs import logprob_rows
 from . import diagnose, taps
 from .collect import Collector
@@ -86,7 +86,7 @@ class Engine:
         self._unfinished: dict[Ticket, Row] = {}
         self._torn = False
         """A step has begun and not ended."""
-        self._lock = hooks.lock_of(model)
+        self._lock = attach.lock_of(model)
 
     def __reduce__(self):
         """A copied or pickled model leaves its engine behind: the copy gets one of its own."""
@@ -284,7 +284,7 @@ class Engine:
         return logits[:, -1]
 
     def _refuse_registered(self) -> None:
-        if hooks.registered(self.model):
+        if attach.registered(self.model):
             raise UnsupportedIntervention(
                 "interventions registered by hand are in force on this model; leave that block, then generate"
             )

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from ..interp.activation_cache import CaptureSpec
 from ..interp.intervention import Intervention
+from ..interp.locate import layers_with, require_site, resolve_layers, site_width
 from ..interp.select import Select, TokenSequence
-from ..interp.sites import layers_with, require_site, resolve_layers, site_width
 from .forward import Forward
 from .request import Sampling
 from .rows import Edit, Row, Take, Ticket

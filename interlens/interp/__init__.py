@@ -6,21 +6,23 @@ _HOMES = {
     "activation_cache": (
         "ANY", "ActivationCache", "ActivationRecord", "CaptureSpec", "OffloadLocation", "Phase", "offload_to_cpu",
     ),
+    "attach": ("registered",),
     "attention": ("AttentionPattern", "attention_patterns"),
     "capture": ("CapturedSite", "capture_activations"),
-    "contracts": ("verify",),
     "control_vectors": ("export_control_vector",),
     "expert_load": ("RoutingStats", "js_divergence", "kl_divergence", "routing_stats", "topk_expert_overlap"),
     "gradients.continuation": ("continuation_logprob",),
     "gradients.forward": ("GradCaptureSpec", "GradForwardOutput", "forward_with_grad"),
     "gradients.injector": ("VirtualTokenInjector",),
     "gradients.soft": ("LinearBridge", "gumbel_softmax_tokens", "soft_embed"),
-    "hooks": ("attached", "registered"),
+    "hooks": ("attached",),
     "intervention": ("Intervention",),
     "lens": ("logit_lens", "unembed"),
+    "locate": (
+        "decoder_layers", "describe", "num_layers", "require_site", "resolve_layers", "site_width", "sites_of", "verify",
+    ),
     "logprobs": ("token_logprobs",),
     "patching": ("AlignedPatch", "Patch"),
-    "pooled_residuals": ("span_pooled_residuals",),
     "pooling": ("group_pool", "span_pool"),
     "registration": ("Registration", "register"),
     "routing": (
@@ -28,11 +30,9 @@ _HOMES = {
         "moe_topk", "route", "routing_of",
     ),
     "select": ("Layout", "Select", "TokenSequence"),
-    "sites": (
-        "Site", "canonical_site", "decoder_layers", "describe", "num_layers", "require_site", "resolve_layers",
-        "site_width", "sites_of",
-    ),
+    "sites": ("Site", "canonical_site"),
     "steering": ("SteeringSpec",),
+    "..studies.pooled_residuals": ("span_pooled_residuals",),
     "..views.render": ("message_token_spans",),
 }  # fmt: skip
 _NAMES = {name: home for home, names in _HOMES.items() for name in names}

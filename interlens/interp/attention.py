@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ..errors import UnknownSite, UnsupportedIntervention
 from .activation_cache import OffloadLocation, offload_to_cpu
-from .capture import pack
-from .sites import Locator, num_layers, text_config
+from .locate import locator, num_layers
+from .packing import pack
+from .sites import text_config
 
 
 class AttentionPattern(NamedTuple):
@@ -75,5 +76,5 @@ def attention_patterns(
 
 def _attending(model: nn.Module) -> list[int]:
     kinds = getattr(text_config(model), "layer_types", None)
-    layers = range(len(Locator(model).layers))
+    layers = range(len(locator(model).layers))
     return [n for n in layers if not kinds or (kinds[n].endswith("attention") and not kinds[n].startswith("linear"))]

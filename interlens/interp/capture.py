@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from .activation_cache import CaptureSpec, offload_to_cpu
+from .attention import attention_patterns
 from .hooks import attached
+from .locate import require_site, resolve_layers
+from .packing import pack, run_forward
 from .pooling import pool_rows
 from .select import Select, TokenSequence
-from .sites import PATTERN, require_site, resolve_layers, unwrap
+from .sites import PATTERN
 
 
 class CapturedSite(NamedTuple):
@@ -24,32 +26,6 @@ class CapturedSite(NamedTuple):
     tensor: Tensor | list[Tensor]
     """[S, W] for one row, [B, S, W] for several, a list of [S_i, W] where a mask was given; of the site "pattern"
     [H, S, S], [B, H, S, S], a list of [H, S_i, S_i]."""
-
-
-def pack(input_ids: Int[Tensor, "row token"], attention_mask: Tensor | None) -> tuple[Tensor, list[int]]:
-    """Real tokens of every row moved to the front, and how many there are.
-
-    In a causal model pads that follow the real tokens change none of them, need no mask, and attend to something.
-    """
-    rows, columns = input_ids.shape
-    if attention_mask is None:
-        return input_ids, [columns] * rows
-    if attention_mask.shape != input_ids.shape:
-        raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
-    real: Bool[Tensor, "row token"] = attention_mask.bool()
-    lengths = real.sum(1).tolist()
-    if min(lengths) == 0:
-        raise ValueError("attention_mask leaves a row without any token")
-    order = (~real).long().argsort(dim=1, stable=True)[:, : max(lengths)]
-    return input_ids.gather(1, order), lengths
-
-
-def run_forward(model: nn.Module, input_ids: Tensor, logits: bool = False):
-    """One forward of the whole model without a cache; only the last position's logits unless asked for."""
-    options: dict = {"use_cache": False}
-    if not logits and "logits_to_keep" in inspect.signature(unwrap(model).forward).parameters:
-        options["logits_to_keep"] = 1
-    return model(input_ids=input_ids, **options)
 
 
 def capture_activations(
@@ -109,8 +85,6 @@ def capture_activations(
 def _patterns(
     model: nn.Module, input_ids: Tensor, spec: CaptureSpec, attention_mask: Tensor | None
 ) -> list[CapturedSite]:
-    from .attention import attention_patterns
-
     if spec.tokens != Select.all() or spec.pool:
         raise ValueError(
             f"the site 'pattern' is [heads, S, S] of whole rows, tokens={spec.tokens} and pool={spec.pool!r} do not apply "

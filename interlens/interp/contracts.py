@@ -1,4 +1,4 @@
-"""What sites promise, checked on the model itself by one tiny forward: `verify(model)`.
+"""What sites promise, checked on the model itself by one tiny forward; `locate.verify(model)` asks for it.
 
 Every site is reached and has its shape; `resid_pre + attn (+ mlp)` gives `resid_mid` (and `residual`); what a layer
 writes is what the next one reads; routed and shared experts make the expert block's output; `final_norm` through the
@@ -7,58 +7,53 @@ head gives the logits. A site that breaks its promise is refused for this model 
 
 from __future__ import annotations
 
-from contextlib import suppress
-from weakref import WeakSet
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..errors import HookDidNotFire, UnknownSite
-from .hooks import attached
-from .lens import unembed
-from .sites import Locator, refusals, text_config, unwrap
+from .attach import Attachments, lock_of
+from .head import logits_of
+from .sites import Locator
 
-_VERIFIED: WeakSet[nn.Module] = WeakSet()
 Values = dict[tuple[int, str], Tensor]
 
 
-def verify(model: nn.Module, tokens: int = 4) -> dict[str, str]:
-    """Check every site's contract with one forward of 2 x `tokens` tokens; {refused site: reason}, usually empty.
+def check(at: Locator, tokens: int = 4) -> dict[str, str]:
+    """Check the contract of every site of one model; {refused site: reason}, which `at.refused` holds from then on.
 
-    Costs one tiny forward. The model must be in eval mode.
+    Costs one forward of 2 x `tokens` tokens. ValueError for a model in train mode.
     """
-    if model.training:
+    if at.base.training:
         raise ValueError("a model in train mode drops out at random: call model.eval() before verify")
-    known = refusals(model)
-    known.clear()
-    at = Locator(model)
-    keys = [(layer, site) for site in at.sites() for layer in at.layers_with(site)]
-    values: Values = {}
-    vocab = text_config(model).vocab_size
-    ids = (torch.arange(2 * tokens).view(2, tokens) * 7 + 3) % vocab
-
-    def keep(key):
-        return lambda value: values.__setitem__(key, value.clone())
-
-    with suppress(HookDidNotFire), torch.no_grad(), attached(model, {key: keep(key) for key in keys}):
-        model(input_ids=ids.to(next(model.parameters()).device), use_cache=False)
-    values = {key: value.cpu() for key, value in values.items()}
+    at.refused.clear()
+    values = _values(at, tokens)
     refused: dict[str, str] = {}
-    for check in (_shapes, _stream, _experts):
-        for site, reason in check(at, values, (2, tokens)).items():
+    for broken in (_shapes, _stream, _experts):
+        for site, reason in broken(at, values, (2, tokens)).items():
             refused.setdefault(site, reason)
-    for site, reason in _head(model, at, values).items():
+    for site, reason in _head(at, values).items():
         refused.setdefault(site, reason)
-    known.update(refused)
+    at.refused.update(refused)
     return dict(refused)
 
 
-def verify_once(model: nn.Module) -> None:
-    """`verify`, the first time it is asked about this model. A model without sites is left to refuse them by name."""
-    if unwrap(model) not in _VERIFIED:
-        with suppress(UnknownSite, AttributeError):
-            verify(model)
-        _VERIFIED.add(unwrap(model))
+def _values(at: Locator, tokens: int) -> Values:
+    """What one forward over 2 rows of `tokens` tokens shows at every site that it reaches, on the CPU."""
+    values: Values = {}
+    ids = (torch.arange(2 * tokens).view(2, tokens) * 7 + 3) % at.config.vocab_size
+
+    def keep(key: tuple[int, str], value: Tensor) -> None:
+        values[key] = value.clone()
+
+    with lock_of(at.base), Attachments() as attachments, torch.no_grad():
+        for site in at.sites():
+            for layer in at.layers_with(site):
+                place = at.place(site, layer)
+                assert place is not None
+                attachments.add(place, partial(keep, (layer, site)), lambda: None)
+        at.base(input_ids=ids.to(next(at.base.parameters()).device), use_cache=False)
+    return {key: value.cpu() for key, value in values.items()}
 
 
 def _close(total: Tensor, expected: Tensor, *parts: Tensor) -> bool:
@@ -118,13 +113,13 @@ def _experts(at: Locator, values: Values, batch) -> dict[str, str]:
     return refused
 
 
-def _head(model: nn.Module, at: Locator, values: Values) -> dict[str, str]:
+def _head(at: Locator, values: Values) -> dict[str, str]:
     last = len(at.layers) - 1
     normed, logits = values.get((last, "final_norm")), values.get((last, "logits"))
     if normed is None or logits is None:
         return {}
     with torch.no_grad():
-        again = unembed(model, normed.to(next(model.parameters()).device)).cpu()
+        again = logits_of(at, normed.to(next(at.base.parameters()).device)).cpu()
     if again.shape == logits.shape and _close(again, logits):
         return {}
     return {"final_norm": "through the head it does not give the logits"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from .locate import decoder_layers
 from .steering import SteeringSpec
 
 
@@ -24,7 +25,7 @@ def export_control_vector(
             f"llama.cpp adds to the residual of all tokens; this spec has mode {spec.mode!r}, site {spec.site!r}, "
             f"tokens {spec.tokens}"
         )
-    count = len(_layers(model)) if model is not None else None
+    count = len(decoder_layers(model)) if model is not None else None
     if count is None and min(spec.layers) < 0:
         raise ValueError("negative layers need model=")
     layers = {layer % count if count else layer: spec.vector(layer) for layer in spec.layers}
@@ -42,9 +43,3 @@ def export_control_vector(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _layers(model: Any) -> list:
-    from .sites import decoder_layers
-
-    return decoder_layers(model)

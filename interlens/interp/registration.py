@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .hooks import attach, mark_registered
+from .attach import mark_registered
+from .hooks import attach
+from .locate import num_layers, resolve_layers, site_width
 from .select import Select, TokenSequence
-from .sites import num_layers, resolve_layers, site_width, text_decoder
+from .sites import text_decoder
 
 if TYPE_CHECKING:
     from .intervention import Intervention

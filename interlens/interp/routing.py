@@ -21,11 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import HookDidNotFire, UnknownSite
 from .activation_cache import offload_to_cpu
-from .capture import pack, run_forward
-from .hooks import FirstLinear
+from .attach import FirstLinear
+from .locate import locator, resolve_layers
+from .packing import pack, run_forward
 from .registration import Registration, register
 from .select import Select
-from .sites import Locator, Place, resolve_layers
+from .sites import Locator, Place
 
 if TYPE_CHECKING:
     from .activation_cache import ActivationRecord
@@ -50,7 +51,7 @@ class RoutingCapture(_Capture):
 
 def moe_layer_indices(model: nn.Module) -> tuple[int, ...]:
     """Layers that have a router. ValueError names the class of a model without any."""
-    layers = Locator(model).layers_with("router")
+    layers = locator(model).layers_with("router")
     if not layers:
         raise ValueError(f"{type(model).__name__} is a dense model: none of its layers has a router")
     return layers
@@ -58,13 +59,13 @@ def moe_layer_indices(model: nn.Module) -> tuple[int, ...]:
 
 def moe_num_experts(model: nn.Module) -> int:
     """How many experts the routers choose from (the largest, if layers differ)."""
-    return max(Locator(model).width("router", layer) for layer in moe_layer_indices(model))
+    return max(locator(model).width("router", layer) for layer in moe_layer_indices(model))
 
 
 def moe_topk(model: nn.Module) -> int:
     """How many experts a token is given, from what a router returns."""
     layer = moe_layer_indices(model)[0]
-    logits = torch.zeros(1, Locator(model).width("router", layer))
+    logits = torch.zeros(1, locator(model).width("router", layer))
     return route(model, layer, logits)[0].shape[1]
 
 
@@ -83,7 +84,7 @@ def capture_router_logits(
     """
     moe_layer_indices(model)
     wanted = sorted(resolve_layers(model, layers, "router"))
-    at = Locator(model)
+    at = locator(model)
     ids, lengths = pack(input_ids[None] if input_ids.dim() == 1 else input_ids, attention_mask)
     real = torch.arange(ids.shape[1])[None] < torch.tensor(lengths)[:, None]
     kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -108,7 +109,7 @@ def capture_router_logits(
 
 def route(model: nn.Module, layer: int, logits: Float[Tensor, "token expert"]) -> tuple[Tensor, Tensor]:
     """(experts [S, K], weights [S, K]) that this layer's router picks when its linear map gives `logits`."""
-    place = _router(Locator(model), layer)
+    place = _router(locator(model), layer)
     parameter = next(place.module.parameters())
     logits = logits.to(parameter.device)
     hidden = torch.zeros(len(logits), parameter.shape[-1], dtype=parameter.dtype, device=parameter.device)
@@ -119,7 +120,7 @@ def route(model: nn.Module, layer: int, logits: Float[Tensor, "token expert"]) -
 
 def routing_of(model: nn.Module, records: Iterable[ActivationRecord], top_k_only: bool = False) -> list[RoutingCapture]:
     """Routing captures of records of site `router`, in their order: what the routers decided during a generation."""
-    at, captures = Locator(model), []
+    at, captures = locator(model), []
     for record in records:
         if record.site != "router" or record.pool is not None:
             raise ValueError(

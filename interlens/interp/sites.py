@@ -130,10 +130,11 @@ def find_family(model: nn.Module) -> Family | None:
 
 def text_decoder(model: nn.Module) -> nn.Module:
     """The module that owns the list of decoder layers."""
-    return _find_decoder(model)[0]
+    return find_decoder(model)[0]
 
 
-def _find_decoder(model: nn.Module) -> tuple[nn.Module, str]:
+def find_decoder(model: nn.Module) -> tuple[nn.Module, str]:
+    """The module that owns the list of decoder layers, and its name for them; AttributeError names a class without."""
     family = find_family(model)
     names = (family.layers,) if family else _LAYER_LISTS
     module = unwrap(model)
@@ -149,16 +150,6 @@ def _find_decoder(model: nn.Module) -> tuple[nn.Module, str]:
     )
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers in order, through PEFT and multimodal wrappers; AttributeError names a class without."""
-    decoder, name = _find_decoder(model)
-    return list(getattr(decoder, name))
-
-
-def num_layers(model: nn.Module) -> int:
-    return len(decoder_layers(model))
-
-
 def _submodule(owner: nn.Module, path: str) -> nn.Module | None:
     found: Any = owner
     for name in filter(None, path.split(".")):
@@ -169,7 +160,6 @@ def _submodule(owner: nn.Module, path: str) -> nn.Module | None:
 
 
 _REFUSED: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
-_DECLARED: WeakKeyDictionary[nn.Module, Family] = WeakKeyDictionary()
 
 
 def refusals(model: nn.Module) -> dict[str, str]:
@@ -177,38 +167,18 @@ def refusals(model: nn.Module) -> dict[str, str]:
     return _REFUSED.setdefault(unwrap(model), {})
 
 
-def _family_of(model: nn.Module) -> Family:
-    """The listed table, or for an unlisted transformers model one found from its declared structure and verified."""
-    family, base = find_family(model) or _DECLARED.get(unwrap(model)), unwrap(model)
-    if family is not None:
-        return family
-    if not hasattr(base, "_can_record_outputs") or not hasattr(base, "get_input_embeddings"):
-        name = getattr(getattr(base, "config", None), "model_type", type(base).__name__)
-        raise UnknownSite(
-            f"no table of sites for the architecture {name!r}, and it declares no structure of its own; listed: "
-            f"{', '.join(sorted(registry()))}; add a file to interlens/interp/families or call register_family"
-        )
-    from .contracts import verify
-    from .declared import declared_family
-
-    _DECLARED[base] = declared_family(base, *_find_decoder(base))
-    try:
-        verify(base)
-    except BaseException:
-        del _DECLARED[base]
-        raise
-    return _DECLARED[base]
-
-
 class Locator:
-    """Finds places in one model as it is now. Not kept: adapters may replace modules later."""
+    """Finds places in one model as it is now, by the table of its family. Not kept: adapters may replace modules later.
 
-    def __init__(self, model: nn.Module):
+    `locate.locator(model)` makes one with the right table.
+    """
+
+    def __init__(self, model: nn.Module, family: Family):
         self.base = unwrap(model)
-        self.family = _family_of(model)
+        self.family = family
         self.config = text_config(model)
         self.refused = refusals(model)
-        self.decoder, name = _find_decoder(model)
+        self.decoder, name = find_decoder(model)
         self.layers: list[nn.Module] = list(getattr(self.decoder, name))
 
     def home(self, site: str) -> range:
@@ -252,73 +222,6 @@ class Locator:
         return tuple(site for site in SITES if self.layers_with(site))
 
 
-def find_place(model: nn.Module, site: str, layer: int) -> Place | None:
-    """Where this model has canonical `site` at `layer`, or None."""
-    return Locator(model).place(site, layer)
-
-
-def layers_with(model: nn.Module, site: str) -> tuple[int, ...]:
-    """Layers at which this model has canonical `site`; root sites have one."""
-    return Locator(model).layers_with(site)
-
-
-def sites_of(model: nn.Module) -> tuple[str, ...]:
-    """Canonical names of the sites that at least one layer of this model has."""
-    return Locator(model).sites()
-
-
-def require_site(model: nn.Module, site: str) -> str:
-    """Canonical name of a site this model has; UnknownSite lists those it has."""
-    name, at = canonical_site(site), Locator(model)
-    if not at.layers_with(name):
-        reason = at.refused.get(name) or at.family.lacks.get(name)
-        why = f" ({reason})" if reason else ""
-        raise UnknownSite(f"no site {site!r} for {at.config.model_type!r}{why}; it has: {', '.join(at.sites())}")
-    return name
-
-
-def resolve_layers(model: nn.Module, layers: int | Sequence[int] | None, site: str = "residual") -> tuple[int, ...]:
-    """Absolute layers, in the order given, for `site` (canonical or alias) of `model`.
-
-    None is every layer that has the site; negatives count from the end. `embed`, `final_norm` and `logits` have one
-    place each, whatever `layers` says. An alias that names a layer (`blocks.12.hook_q`) is that layer.
-    UnknownSite names the range, or the layers that have the site.
-    """
-    named = split_name(site)[1]
-    site = require_site(model, site)
-    have, count = layers_with(model, site), num_layers(model)
-    if site in ROOT_SITES:
-        return have
-    if named is not None:
-        layers = (named,) if layers is None else layers
-    if layers is None:
-        return have
-    wanted = (layers,) if isinstance(layers, int) else tuple(layers)
-    if not wanted:
-        raise UnknownSite("no layer given; give at least one, or None for all")
-    result = []
-    for layer in wanted:
-        if not isinstance(layer, int) or isinstance(layer, bool) or not -count <= layer < count:
-            raise UnknownSite(
-                f"no layer {layer!r}: this model has {count} layers, 0 to {count - 1} (or -{count} to -1)"
-            )
-        if layer % count not in have:
-            raise UnknownSite(f"layer {layer} has no site {site!r}; layers that have it: {', '.join(map(str, have))}")
-        result.append(layer % count)
-    if named is not None and result != [named]:
-        raise UnknownSite(f"the site name says layer {named}, layers= says {list(wanted)}; give one of them")
-    return tuple(dict.fromkeys(result))
-
-
-def site_width(model: nn.Module, site: str, layer: int = 0) -> int:
-    """Width of the last axis of `site` at `layer`."""
-    at, site = Locator(model), require_site(model, site)
-    layer = at.home(site)[0] if site in ROOT_SITES else layer % len(at.layers)
-    if at.place(site, layer) is None:
-        raise UnknownSite(f"layer {layer} has no site {site!r}; layers that have it: {at.layers_with(site)}")
-    return at.width(site, layer)
-
-
 def _features(module: nn.Module, end: str) -> int:
     """Input or output width of a linear-like module (nn.Linear, Conv1D, a router's weight, an adapter around one)."""
     inner: Any = getattr(module, "base_layer", module)
@@ -327,25 +230,3 @@ def _features(module: nn.Module, end: str) -> int:
     if hasattr(inner, "out_features"):
         return int(inner.in_features if end == "in" else inner.out_features)
     return int(inner.weight.shape[1 if end == "in" else 0])
-
-
-def describe(model: nn.Module) -> str:
-    """A table of this model's sites: name, layers, width, module and meaning."""
-    count = num_layers(model)
-    lines = [
-        f"{type(unwrap(model)).__name__}: {count} layers",
-        f"{'site':<14}{'layers':<12}{'width':<8}{'where':<42}meaning",
-    ]
-    for site in sites_of(model):
-        have = layers_with(model, site)
-        shown = (
-            "all" if len(have) == count else ",".join(map(str, have)) if len(have) < 6 else f"{len(have)} of {count}"
-        )
-        place = find_place(model, site, have[0])
-        assert place is not None
-        point = place.point
-        whole = "model" if site == "logits" else "layer"
-        where = f"{'input of' if point.end == 'in' else 'output of'} {point.path or whole}"
-        lines.append(f"{site:<14}{shown:<12}{site_width(model, site, have[0]):<8}{where:<42}{SITES[site]}")
-    lines.append(f"{PATTERN}: [heads, S, S], asked for by name in capture_activations, with attention='eager' only")
-    return "\n".join(lines)

@@ -90,7 +90,7 @@ class ModelParticipant(Participant):
     @property
     def num_layers(self) -> int | None:
         """Decoder layers."""
-        from ..interp.sites import num_layers
+        from ..interp.locate import num_layers
 
         return None if self.model is None else num_layers(self.model)
 

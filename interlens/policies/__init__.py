@@ -1,5 +1,7 @@
 """When a run stops, who speaks next, what fits, what may be said, what is filled in."""
 
+from ..templating import ContextItem, dataset_field
+from ..visibility import ReasoningVisibility
 from .communication import CommunicationPolicy, DirectPipingPolicy, MessagingPolicy, RoundRobinPolicy
 from .context import ContextPolicy, DropOldestPolicy, ErrorPolicy, SlidingWindowPolicy, SummarizePolicy
 from .hooks import MessageHook, Verdict, approve, deny, edit
@@ -12,8 +14,6 @@ from .stopping import (
     TokenStopCondition,
     TurnStopCondition,
 )
-from .templating import ContextItem, dataset_field
-from .visibility import ReasoningVisibility
 
 __all__ = [
     "AnyStopCondition", "CommunicationPolicy", "ContextItem", "ContextPolicy", "DirectPipingPolicy",

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextOverflow
+from ..read_only import read_only
 from ..turns import Steps, TurnOptions
 from ..views.view import View, ViewMessage
-from .read_only import read_only
 from .stopping import least
 
 if TYPE_CHECKING:

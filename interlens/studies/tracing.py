@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..interp.activation_cache import CaptureSpec
 from ..interp.capture import capture_activations
 from ..interp.hooks import attached
-from ..interp.sites import require_site, resolve_layers
+from ..interp.locate import require_site, resolve_layers
 
 Metric = Callable[[Float[Tensor, "one token vocab"]], Tensor | float]
 

@@ -103,8 +103,8 @@ def build(conversation: Conversation, participant: Participant, extra: Sequence[
 
     `extra`: messages that are not in the transcript but are seen as if they came next.
     """
-    from ..policies.read_only import read_only
-    from ..policies.templating import fill
+    from ..read_only import read_only
+    from ..templating import fill
 
     row, visibility = conversation.row, str(conversation.reasoning_visibility)
     system = [clean(fill(part, row)) for part in (conversation.shared_system_prompt, participant.system_prompt)]
@@ -160,7 +160,7 @@ def _heard(conversation: Conversation, name: str, visibility: str) -> list[ViewM
 
 
 def _hears(conversation: Conversation, index: int, message: Message, name: str) -> bool:
-    from ..policies.read_only import read_only
+    from ..read_only import read_only
 
     if message.author == name:
         return True

@@ -9,7 +9,7 @@ import torch
 from interlens.engine.engine import Engine
 from interlens.engine.request import Request, Sampling
 from interlens.interp import CaptureSpec, Select
-from interlens.interp.sites import layers_with, sites_of
+from interlens.interp.locate import layers_with, sites_of
 from tests.engine.reference import (
     MAIN,
     check,

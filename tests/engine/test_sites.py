@@ -7,8 +7,8 @@ import torch
 from interlens.engine.engine import Engine
 from interlens.engine.request import Request, Sampling
 from interlens.interp import CaptureSpec, RouterSteeringSpec, SteeringSpec, capture_activations
+from interlens.interp.locate import layers_with, site_width, sites_of
 from interlens.interp.routing import moe_layer_indices, moe_num_experts
-from interlens.interp.sites import layers_with, site_width, sites_of
 from tests.engine.reference import direction, model_of, prompt
 from tests.tiny import FAMILIES, MOE_FAMILIES
 

@@ -5,10 +5,10 @@ import torch
 import transformers
 
 from interlens.errors import UnknownSite
-from interlens.interp.contracts import verify
 from interlens.interp.families import Family, registry
 from interlens.interp.lens import logit_lens, unembed
-from interlens.interp.sites import decoder_layers, layers_with, num_layers, refusals, require_site, sites_of
+from interlens.interp.locate import decoder_layers, layers_with, num_layers, require_site, sites_of, verify
+from interlens.interp.sites import refusals
 from tests.interp.test_sites import read_all
 from tests.tiny import _BASE, _IDS, FAMILIES, tiny, tiny_multimodal, token_ids
 

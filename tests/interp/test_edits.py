@@ -15,8 +15,8 @@ from interlens.interp import (
     capture_activations,
     registered,
 )
+from interlens.interp.locate import layers_with, num_layers, site_width, sites_of
 from interlens.interp.select import TokenSequence
-from interlens.interp.sites import layers_with, num_layers, site_width, sites_of
 from tests.tiny import FAMILIES, tiny, token_ids
 
 

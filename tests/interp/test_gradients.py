@@ -15,7 +15,7 @@ from interlens.interp import (
     soft_embed,
     span_pooled_residuals,
 )
-from interlens.interp.sites import decoder_layers, layers_with, sites_of
+from interlens.interp.locate import decoder_layers, layers_with, sites_of
 from tests.tiny import FAMILIES, tiny, token_ids
 
 DENSE = (

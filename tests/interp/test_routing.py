@@ -20,7 +20,7 @@ from interlens.interp import (
     routing_stats,
     topk_expert_overlap,
 )
-from interlens.interp.sites import Locator, decoder_layers
+from interlens.interp.locate import decoder_layers, locator
 from tests.tiny import MOE_FAMILIES, tiny, token_ids
 
 
@@ -100,7 +100,7 @@ def test_picks_equal_numpy_for_every_kind_of_router(family):
     assert tuple(c.layer for c in captures) == moe_layer_indices(model)
     real = [row[keep.bool()][None] for row, keep in zip(ids, mask, strict=True)]
     for capture in captures:
-        router = Locator(model).place("router", capture.layer).module
+        router = locator(model).place("router", capture.layer).module
         seen = []
         handle = router.register_forward_pre_hook(lambda m, args, seen=seen: seen.append(args[0].reshape(-1, 32)))
         for row in real:

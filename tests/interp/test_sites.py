@@ -5,8 +5,7 @@ import torch
 
 from interlens.errors import HookDidNotFire, UnknownSite
 from interlens.interp.hooks import attached
-from interlens.interp.sites import (
-    canonical_site,
+from interlens.interp.locate import (
     decoder_layers,
     describe,
     layers_with,
@@ -16,6 +15,7 @@ from interlens.interp.sites import (
     site_width,
     sites_of,
 )
+from interlens.interp.sites import canonical_site
 from tests.tiny import FAMILIES, MOE_FAMILIES, tiny, tiny_multimodal, token_ids
 
 NO_MIDDLE = ("opt_post_norm", "gpt_neox", "falcon", "falcon_new")

@@ -9,7 +9,7 @@ import torch
 from interlens.errors import UnknownSite, UnsupportedIntervention
 from interlens.interp import Patch, Select, SteeringSpec, attention_patterns, capture_activations, export_control_vector
 from interlens.interp.activation_cache import CaptureSpec
-from interlens.interp.sites import layers_with, num_layers, sites_of
+from interlens.interp.locate import layers_with, num_layers, sites_of
 from interlens.studies import causal_trace, lens_table
 from tests.tiny import FAMILIES, tiny, token_ids
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from interlens.interp import Select, SteeringSpec
-from interlens.interp.sites import layers_with, num_layers
+from interlens.interp.locate import layers_with, num_layers
 from tests.interp.test_sites import read_all
 from tests.tiny import tiny, token_ids
 

@@ -12,8 +12,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute_later
 
-from ..hooks import attached, attached_within, replaced_forward
-from ..sites import ROOT_SITES, Locator, require_site, resolve_layers
+from ..attach import replaced_forward
+from ..hooks import attached, attached_within
+from ..locate import locator, require_site, resolve_layers
+from ..sites import ROOT_SITES
 
 Key = tuple[str, int]
 _AT_LAYER_EDGES = ("resid_pre", "residual")
@@ -123,7 +125,7 @@ def _run(model: nn.Module, inputs: dict[str, Tensor], keys: list[Key], hidden: d
         if checkpoint:
             outer = {k: tap for k, tap in taps.items() if k[1] in (*ROOT_SITES, *_AT_LAYER_EDGES)}
             inner = {k: tap for k, tap in taps.items() if k not in outer}
-            for number, layer in enumerate(Locator(model).layers):
+            for number, layer in enumerate(locator(model).layers):
                 own = {k: tap for k, tap in inner.items() if k[0] == number}
                 stack.enter_context(replaced_forward(layer, _checkpointed(model, layer, own)))
         stack.enter_context(attached(model, outer))
@@ -143,7 +145,7 @@ def _connect(tap):
 
 
 def _given_embedding(model: nn.Module, embeds: Tensor) -> Tensor:
-    place = Locator(model).place("embed", 0)
+    place = locator(model).place("embed", 0)
     assert place is not None
     return embeds if place.point.scale is None else embeds * place.point.scale(place.owner, embeds)
 

@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from .gradients.forward import GradCaptureSpec, forward_with_grad
-from .pooling import span_pool
+from ..interp.gradients.forward import GradCaptureSpec, forward_with_grad
+from ..interp.pooling import span_pool
+from ..views.render import message_token_ids
 
 
 def span_pooled_residuals(
@@ -28,8 +29,6 @@ def span_pooled_residuals(
     view: what `conversation.view(...)` gave, or role/content dicts. One forward over the rendered messages; `grad=True`
     keeps the graph. ValueError if a message has no token of its own.
     """
-    from ..views.render import message_token_ids
-
     ids, spans = message_token_ids(tokenizer, view)
     device = next(model.parameters()).device
     layers = layers if layers is None or isinstance(layers, int) else tuple(layers)

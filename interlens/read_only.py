@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..transcript import Transcript
+from .transcript import Transcript
 
 if TYPE_CHECKING:
-    from ..conversation import Conversation
+    from .conversation import Conversation
 
 _CHANGE = frozenset({
     "add_capture", "aside", "capture", "commit", "denied", "edit", "must_open", "next_call", "play", "reset",
