@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from .errors import UnsupportedIntervention
-
-if TYPE_CHECKING:
-    from .conversation import Conversation
-    from .interp.activation_cache import ActivationCache, ActivationRecord, CaptureSpec
-    from .participants.base import Participant
-    from .turns import TurnOptions
+from .interp.activation_cache import ActivationCache, ActivationRecord, CaptureSpec, as_tuple
+from .interp.locate import resolve_layers
+from .interp.sites import canonical_site, split_name
+from .participants.base import Participant
+from .work import TurnOptions
 
 UNLAYERED = ("embed", "final_norm", "logits")
 """Sites that `layers=` does not filter."""
@@ -26,34 +24,6 @@ class Capturing:
     cache: ActivationCache
     names: frozenset[str]
     """The participants it records."""
-
-
-def as_tuple(value: Any) -> tuple:
-    """One spec or a sequence of them, as a tuple; None is ()."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
-
-
-def add(conversation: Conversation, spec: CaptureSpec, cache: ActivationCache, participants: Any = None) -> Capturing:
-    """See `Conversation.add_capture`."""
-    from .participants.base import Participant
-
-    check_sites(spec)
-    given = conversation.participants if participants is None else participants
-    given = [conversation.participant(p) for p in ([given] if isinstance(given, (str, int, Participant)) else given)]
-    cannot = [p.name for p in given if not p.capturable]
-    if participants is not None and cannot:
-        raise UnsupportedIntervention(
-            f"cannot capture {', '.join(cannot)}: only local models can be; those here: "
-            f"{', '.join(p.name for p in conversation.participants if p.capturable) or 'none'}"
-        )
-    for p in given:
-        check_places(spec, p)
-    cache.skipped.extend(name for name in cannot if name not in cache.skipped)
-    block = Capturing(spec, cache, frozenset(p.name for p in given if p.capturable))
-    conversation.capturing.append(block)
-    return block
 
 
 def refuse(speaker: Participant, options: TurnOptions) -> None:
@@ -77,8 +47,6 @@ def refuse(speaker: Participant, options: TurnOptions) -> None:
 
 def check_sites(spec: CaptureSpec) -> None:
     """UnknownSite for a site that no record holds: "pattern" is for `capture_activations`."""
-    from .interp.sites import canonical_site
-
     for site in spec.sites:
         canonical_site(site)
 
@@ -88,8 +56,6 @@ def check_places(spec: CaptureSpec, participant: Participant) -> None:
     outline = getattr(participant, "outline", None)
     anywhere = spec.layers is None and tuple(spec.sites) == ("residual",)
     if outline is not None and not anywhere and (model := outline()) is not None:
-        from .interp.locate import resolve_layers
-
         for site in spec.sites:
             resolve_layers(model, spec.layers, site)
 
@@ -98,8 +64,6 @@ def by_spec(
     records: list[ActivationRecord], specs: Sequence[CaptureSpec], num_layers: int | None
 ) -> list[list[ActivationRecord]]:
     """The records of each spec. An engine gives, in the order of specs, one record per spec, layer and site."""
-    from .interp.sites import canonical_site
-
     found: list[list[ActivationRecord]] = [[] for _ in specs]
     seen: dict[tuple, int] = {}
     sites = [{canonical_site(site) for site in spec.sites} for spec in specs]
@@ -118,8 +82,6 @@ def by_spec(
 
 
 def _layers_of(spec: CaptureSpec, num_layers: int | None) -> set[int] | None:
-    from .interp.sites import split_name
-
     named = {layer for _, layer in map(split_name, spec.sites) if layer is not None}
     if named or spec.layers is None:
         return named or None

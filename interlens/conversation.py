@@ -10,27 +10,34 @@ import copy
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .capturing import Capturing, check_places, check_sites
+from .errors import UnsupportedIntervention
+from .interp.activation_cache import ActivationCache, CaptureSpec
 from .message import Message
 from .participants.base import Participant
+from .participants.model import ModelParticipant, participants_of
+from .participants.options import check_names
 from .policies.communication import CommunicationPolicy, RoundRobinPolicy
 from .policies.context import ContextPolicy, ErrorPolicy, check
 from .policies.hooks import copies
 from .policies.stopping import StopCondition, condition
 from .read_only import read_only
+from .rollout import RolloutReport, rollout
+from .saving import load, save
+from .scheduler import drive, finish
+from .seeing import Heard, build
 from .templating import fill, needs_row
 from .transcript import Transcript
-from .turns import TurnOptions, Work, fit, take
+from .turns import fit, take
+from .views.view import View
 from .visibility import ReasoningVisibility
-
-if TYPE_CHECKING:
-    from .capturing import Capturing
-    from .interp.activation_cache import ActivationCache
-    from .rollout import RolloutReport
-    from .views.view import Heard, View
+from .work import TurnOptions, TurnRequest, Work
 
 Speaker = Participant | str | int
+UNSAVED = {"capturing", "conditions", "heard"}
+"""Attributes of a conversation that belong to a block or a run that is going on."""
 MAX_DENIED = 100
 """Denied turns in a row after which a run without a number of turns fails: it would go on for ever."""
 
@@ -96,9 +103,6 @@ class Conversation:
 
         names: default "a", "b", "c", ...; as many as models. participant_options: ModelParticipant's, for all of them.
         """
-        from .participants.model import ModelParticipant, participants_of
-        from .participants.options import check_names
-
         check_names(participant_options, ModelParticipant.__init__, cls.from_models)
         return cls(
             participants_of(models, names, participant_options), transcript, shared_context, shared_system_prompt,
@@ -149,8 +153,6 @@ class Conversation:
 
         steering: replaces the participant's own, () means none. capture: its records are the message's `records`.
         """
-        from .scheduler import finish
-
         steps = self.turn(
             speaker, steering=steering, capture=capture, patch=patch, return_logprobs=return_logprobs,
             max_new_tokens=max_new_tokens,
@@ -164,8 +166,6 @@ class Conversation:
 
         first: who begins. prompt: a moderator's message before the first turn.
         """
-        from .scheduler import finish
-
         finish(self.play(turns, until, first, prompt))
         return self.transcript
 
@@ -211,8 +211,6 @@ class Conversation:
 
         A list of speakers gives {name: Message}, each answering on its own. options: those of `step`.
         """
-        from .scheduler import drive
-
         several = isinstance(speaker, (list, tuple))
         names = [self.participant(s).name for s in (speaker if several else [speaker])]
         if isinstance(message, str):
@@ -281,8 +279,6 @@ class Conversation:
         participants: names; None records all that can be captured and lists the others in `cache.skipped`.
         spec: `tokens`, `pool`, `source` of CaptureSpec.
         """
-        from .interp.activation_cache import ActivationCache, CaptureSpec
-
         cache = ActivationCache(offload=offload)
         wanted = CaptureSpec(sites=sites, layers=layers, offload=offload, **spec)
         block = self.add_capture(wanted, cache, participants)
@@ -296,14 +292,24 @@ class Conversation:
 
         UnknownSite, UnsupportedIntervention where a participant cannot be captured there.
         """
-        from .capturing import add
-
-        return add(self, spec, cache, participants)
+        check_sites(spec)
+        given = self.participants if participants is None else participants
+        given = [self.participant(p) for p in ([given] if isinstance(given, (str, int, Participant)) else given)]
+        cannot = [p.name for p in given if not p.capturable]
+        if participants is not None and cannot:
+            raise UnsupportedIntervention(
+                f"cannot capture {', '.join(cannot)}: only local models can be; those here: "
+                f"{', '.join(p.name for p in self.participants if p.capturable) or 'none'}"
+            )
+        for p in given:
+            check_places(spec, p)
+        cache.skipped.extend(name for name in cannot if name not in cache.skipped)
+        block = Capturing(spec, cache, frozenset(p.name for p in given if p.capturable))
+        self.capturing.append(block)
+        return block
 
     def view(self, pov: Speaker) -> View:
         """What a participant sees: framing, then the transcript with roles swapped."""
-        from .views.view import build
-
         return build(self, self.participant(pov))
 
     def render_templated(
@@ -313,9 +319,6 @@ class Conversation:
 
         With add_generation_prompt, the context policy has its say too, as in a turn.
         """
-        from .scheduler import finish
-        from .turns import TurnRequest
-
         speaker, view = self.participant(pov), self.view(pov)
         if not hasattr(speaker, "render"):
             raise ValueError(
@@ -415,28 +418,22 @@ class Conversation:
     def rollout(
         self, n: int | None = None, *, data: Any = None, seed: int | None = None, turns: int | None = None,
         until: Any = None, analyzer: Callable[[Conversation], dict] | None = None, capture: Any = None,
-    ) -> RolloutReport:  # fmt: skip
+    ) -> RolloutReport[Conversation]:  # fmt: skip
         """Many conversations that go on from here, together. This one does not change.
 
         data: rows (dicts), one conversation each; with `n`, the first n, beginning again after the last. seed: the
         conversations' seed; conversation i has the key i. analyzer(conversation) -> dict of numbers and strings.
         capture: CaptureSpecs; each result has its own cache.
         """
-        from .rollout import rollout
-
         return rollout(self, n, data=data, seed=seed, turns=turns, until=until, analyzer=analyzer, capture=capture)
 
     def save(self, directory: str | Path) -> None:
         """Write everything but weights into a folder, atomically."""
-        from .saving import save
-
-        save(self, Path(directory))
+        save(Path(directory), {k: v for k, v in vars(self).items() if k not in UNSAVED}, self.needs())
 
     def needs(self) -> dict[str, str]:
         """Participant -> what it needs that is not saved with a conversation: a model, an API key."""
-        from .saving import needs
-
-        return needs(self)
+        return {p.name: p.needs() for p in self.participants if p.needs()}
 
     @classmethod
     def load(cls, directory: str | Path, allow: Iterable[str] = ()) -> Conversation:
@@ -444,6 +441,9 @@ class Conversation:
 
         allow: import paths ("package.module:Name") of custom participants, policies, hooks and tools it may use.
         """
-        from .saving import load
-
-        return load(cls, Path(directory), allow)
+        conversation = cls.__new__(cls)
+        conversation.capturing, conversation.conditions, conversation.heard = [], [], {}
+        for name, value in load(Path(directory), allow).items():
+            setattr(conversation, name, value)
+        conversation._check_names()
+        return conversation

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar, cast
 
 from .transcript import Transcript
+from .work import ReadableConversation
 
-if TYPE_CHECKING:
-    from .conversation import Conversation
-
+C = TypeVar("C", bound=ReadableConversation)
 _CHANGE = frozenset({
     "add_capture", "aside", "capture", "commit", "denied", "edit", "must_open", "next_call", "play", "reset",
     "rewind", "rollout", "run",
@@ -23,9 +22,9 @@ _CHANGE = frozenset({
 """What is done to a conversation, or takes a turn of it."""
 
 
-def read_only(conversation: Conversation) -> Any:
+def read_only(conversation: C) -> C:
     """`conversation`, to be read only."""
-    return conversation if isinstance(conversation, ReadOnly) else ReadOnlyConversation(conversation)
+    return conversation if isinstance(conversation, ReadOnly) else cast(C, ReadOnlyConversation(conversation))
 
 
 class ReadOnly:

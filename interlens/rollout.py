@@ -5,27 +5,52 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
-from .capturing import as_tuple, check_sites
-from .scheduler import Outcome, Scheduler, drive, finish
-from .turns import Steps
+from .capturing import Capturing, check_sites
+from .interp.activation_cache import ActivationCache, CaptureSpec, as_tuple
+from .scheduler import drive
+from .transcript import Transcript
+from .work import ReadableConversation, Steps
 
-if TYPE_CHECKING:
-    from .conversation import Conversation
-    from .interp.activation_cache import ActivationCache
-    from .transcript import Transcript
+__all__ = ["RolloutReport", "RolloutResult", "rollout", "run"]
 
-__all__ = ["Outcome", "RolloutReport", "RolloutResult", "Scheduler", "drive", "finish", "rollout", "run"]
+
+class RollableConversation(ReadableConversation, Protocol):
+    """What a rollout does to a conversation."""
+
+    key: Any
+    seed: int
+    unopened: bool
+    capturing: list[Capturing]
+
+    def with_row(self, row: Mapping[str, Any] | None) -> Self:
+        """A branch whose texts are filled from `row`."""
+        ...
+
+    def must_open(self) -> None:
+        """Fill message 0 if it is still missing; what filling it raises."""
+        ...
+
+    def play(self, turns: int | None = None, until: Any = None) -> Steps:
+        """Take turns until `turns` or a stop condition."""
+        ...
+
+    def add_capture(self, spec: CaptureSpec, cache: ActivationCache) -> Capturing:
+        """Record into `cache` from now on."""
+        ...
+
+
+C = TypeVar("C", bound=RollableConversation)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutResult:
+class RolloutResult(Generic[C]):
     """One conversation of a rollout. With `error` set, `transcript` holds the turns before it."""
 
     index: int
     row: Mapping[str, Any] | None
-    conversation: Conversation
+    conversation: C
     analysis: dict[str, Any] | None = None
     error: BaseException | None = None
     traceback: str | None = None
@@ -41,13 +66,13 @@ class RolloutResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutReport:
+class RolloutReport(Generic[C]):
     """What became of every conversation, in order."""
 
-    results: list[RolloutResult] = field(default_factory=list)
+    results: list[RolloutResult[C]] = field(default_factory=list)
 
     @property
-    def failed(self) -> list[RolloutResult]:
+    def failed(self) -> list[RolloutResult[C]]:
         return [r for r in self.results if r.error is not None]
 
     def transcripts(self) -> list[Transcript]:
@@ -60,15 +85,15 @@ class RolloutReport:
     def __len__(self) -> int:
         return len(self.results)
 
-    def __iter__(self) -> Iterator[RolloutResult]:
+    def __iter__(self) -> Iterator[RolloutResult[C]]:
         return iter(self.results)
 
 
 def rollout(
-    conversation: Conversation, n: int | None = None, *, data: Iterable[Mapping[str, Any]] | None = None,
+    conversation: C, n: int | None = None, *, data: Iterable[Mapping[str, Any]] | None = None,
     seed: int | None = None, turns: int | None = None, until: Any = None,
-    analyzer: Callable[[Conversation], dict] | None = None, capture: Any = None,
-) -> RolloutReport:  # fmt: skip
+    analyzer: Callable[[C], dict] | None = None, capture: Any = None,
+) -> RolloutReport[C]:  # fmt: skip
     """See `Conversation.rollout`."""
     rows = None if data is None else list(data)
     for number, row in enumerate(rows or ()):
@@ -94,9 +119,9 @@ def rollout(
 
 
 def run(
-    conversations: Sequence[Conversation], *, turns: int | None = None, until: Any = None,
-    analyzer: Callable[[Conversation], dict] | None = None, capture: Any = None, max_live: int | None = None,
-) -> RolloutReport:  # fmt: skip
+    conversations: Sequence[C], *, turns: int | None = None, until: Any = None,
+    analyzer: Callable[[C], dict] | None = None, capture: Any = None, max_live: int | None = None,
+) -> RolloutReport[C]:  # fmt: skip
     """Run several conversations together, each as `conversation.run(turns, until)` would. One that fails fails alone.
 
     capture: CaptureSpecs, for every participant that can be captured; each result has its own cache.
@@ -120,19 +145,17 @@ def run(
     return RolloutReport(results=results)
 
 
-def _begin_capture(conversation: Conversation, capture: Any) -> tuple[ActivationCache | None, list]:
+def _begin_capture(conversation: RollableConversation, capture: Any) -> tuple[ActivationCache | None, list]:
     specs = as_tuple(capture)
     if not specs:
         return None, []
-    from .interp.activation_cache import ActivationCache
-
     for spec in specs:
         check_sites(spec)  # all of them before the first is in force
     cache = ActivationCache(offload=specs[0].offload)
     return cache, [conversation.add_capture(spec, cache) for spec in specs]
 
 
-def _analyzed(conversation: Conversation, turns: int | None, until: Any, analyzer: Any) -> Steps:
+def _analyzed(conversation: RollableConversation, turns: int | None, until: Any, analyzer: Any) -> Steps:
     yield from conversation.play(turns, until)
     if analyzer is None:
         return None

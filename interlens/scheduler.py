@@ -54,7 +54,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .turns import Ask, Generate, Steps
+from .work import Ask, Generate, Steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, MutableSequence
 from pathlib import Path
 from typing import Any, overload
 
+from .encoding import load_transcript, save_transcript
 from .message import Message
-
-SCHEMA_VERSION = 1
 
 
 class Transcript(MutableSequence[Message]):
@@ -121,14 +120,11 @@ class Transcript(MutableSequence[Message]):
 
     def save(self, path: str | Path) -> None:
         """Write as JSON, atomically, with the recorded tokens."""
-        from .saving import save_transcript
-
         save_transcript(self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> Transcript:
-        from .saving import load_transcript
-
+        """Read what `save` wrote; ValueError for another schema version."""
         return load_transcript(Path(path))
 
 

@@ -1,112 +1,52 @@
-"""One turn as a generator: it yields what has to be done and receives the outcome.
-
-    Generate(participant, request)  -> receives the engine's Reply
-    Ask(participant, call)          -> receives what call() returned; it runs in a thread
-
-`Conversation.turn(...)` makes such a generator; `scheduler.Scheduler` serves many of them. What a call raises is thrown
-into the generator.
-"""
+"""One turn of a conversation, from the view to the committed message, as a generator of `work.Work`."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
-from .capturing import as_tuple, by_spec, refuse
+from .capturing import Capturing, by_spec, refuse
+from .interp.activation_cache import as_tuple
 from .message import Message
-
-if TYPE_CHECKING:
-    from .conversation import Conversation
-    from .engine.request import Request
-    from .interp.activation_cache import ActivationRecord, CaptureSpec
-    from .interp.intervention import Intervention
-    from .participants.base import Participant
-    from .policies.context import ContextPolicy
-    from .views.view import View
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generate:
-    """Have the participant's engine (`participant.engine`) answer a request. The turn receives the Reply."""
-
-    participant: Any
-    request: Request
+from .participants.base import Participant
+from .policies.context import ContextPolicy, LimitedConversation, room_of
+from .policies.hooks import review
+from .policies.stopping import StopCondition, least
+from .read_only import read_only
+from .seeing import SeenConversation, build
+from .views.view import View
+from .work import Steps, Turn, TurnOptions, TurnRequest, Work
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ask:
-    """Have `call` run in a thread. The turn receives its result."""
+class LiveConversation(SeenConversation, LimitedConversation, Protocol):
+    """What a turn reads of its conversation, and does to it."""
 
-    participant: Participant
-    call: Callable[[], Any]
+    context_policy: ContextPolicy
+    conditions: list[StopCondition]
+    capturing: list[Capturing]
+    message_hooks: list[Any]
 
+    def next_call(self, commit: bool) -> tuple[int, int | None]:
+        """(call number, sample number or None) of a turn that begins; message 0 is filled by now."""
+        ...
 
-Work = Generate | Ask
-Steps = Generator[Work, Any, Any]
-"""What the scheduler runs: yields Work, receives its outcome, returns anything."""
+    def aside(self) -> LiveConversation:
+        """The same conversation with policies of its own, in which a sample leaves nothing behind."""
+        ...
 
+    def denied(self) -> None:
+        """A step was denied: the next one gets a call number of its own."""
+        ...
 
-@dataclass(frozen=True, kw_only=True)
-class TurnOptions:
-    """What one turn may override. None: the participant's own."""
-
-    steering: Intervention | tuple[Intervention, ...] | None = None
-    """Replaces the participant's own; () means none."""
-    capture: CaptureSpec | tuple[CaptureSpec, ...] | None = None
-    patch: Intervention | tuple[Intervention, ...] | None = None
-    return_logprobs: bool = False
-    max_new_tokens: int | None = None
-    forced: tuple[int, ...] | None = None
-    """Teacher forcing: the reply is these tokens, fed as if they had been drawn."""
-
-    def __post_init__(self):
-        if self.max_new_tokens is not None and self.max_new_tokens < 1 and self.forced is None:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """The outcome of one turn."""
-
-    message: Message | None
-    """None: a message hook denied it."""
-    index: int
-    """The index the message has in the transcript, or would have had."""
-    denied: Message | None = None
-    """What a hook denied; its finish_reason says so."""
-    records: list[ActivationRecord] = field(default_factory=list)
-    """Every record of the turn, addresses filled in; also those that went into caches of `conv.capture`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurnRequest:
-    """What a participant is asked for, next to its view."""
-
-    options: TurnOptions
-    key: tuple
-    """(seed, conversation key, generated turns so far, call): decides all noise of the turn."""
-    index: int
-    """Transcript index the message will have."""
-    tokens_left: int | None = None
-    """All generations of the turn together may have so many tokens; None: no limit but each generation's own."""
-    fit: Callable[[TurnRequest, View], Steps] | None = None
-    """The context policy's word on a view that has grown since, by tool results; None: as it is."""
-
-    def after(self, spent: int, view: View) -> Steps:
-        """(request, view) of the turn's next generation: `spent` tokens have been generated so far, `view` has grown."""
-        request = self
-        if self.tokens_left is not None and self.options.max_new_tokens is not None:
-            left = min(self.options.max_new_tokens, self.tokens_left - spent)
-            request = replace(self, options=replace(self.options, max_new_tokens=left))
-        if self.fit is not None:
-            view = yield from self.fit(request, view)
-        return request, view
+    def commit(self, message: Message) -> None:
+        """Add what was said in a turn."""
+        ...
 
 
 def take(
-    conversation: Conversation,
+    conversation: LiveConversation,
     speaker: Participant,
     options: TurnOptions,
     *,
@@ -114,11 +54,6 @@ def take(
     extra: Sequence[Message] = (),
 ) -> Generator[Work, Any, Turn]:
     """One turn of `speaker`. `extra`: messages that are seen as if they came after the transcript (for samples)."""
-    from .policies.hooks import review
-    from .policies.stopping import least
-    from .read_only import read_only
-    from .views.view import build
-
     refuse(speaker, options)
     call, sample = conversation.next_call(commit)  # which may fill message 0
     index = len(conversation.transcript) + len(extra)
@@ -176,10 +111,8 @@ def take(
 
 
 def fit(
-    conversation: Conversation, policy: ContextPolicy, speaker: Participant, view: View, request: TurnRequest
+    conversation: LiveConversation, policy: ContextPolicy, speaker: Participant, view: View, request: TurnRequest
 ) -> Steps:
     """The view, made to fit the context limit by a policy."""
-    from .policies.context import room_of
-
     room = room_of(conversation, speaker, request)
     return view if room is None else (yield from policy.fit(view, room))

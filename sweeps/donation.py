@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from interlens.interp.activation_cache import ActivationRecord, CaptureSpec
-    from interlens.turns import Turn
+    from interlens.work import Turn
 
     from .casting import Models, Setting
     from .run import Run
@@ -147,7 +147,7 @@ def give(source: Source, turn: int, edits: Sequence[InterventionConfig]) -> Gene
     from interlens.engine.request import Request
     from interlens.interp.patching import bound
     from interlens.interp.select import Layout
-    from interlens.turns import Generate
+    from interlens.work import Generate
 
     archive, setting, cell = source.archive, source.setting, source.cell
     start = archive.run.num_trunk_messages(cell.id)

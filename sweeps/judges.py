@@ -15,7 +15,7 @@ from .config import ConfigError, JudgeConfig, SweepConfig, did_you_mean
 from .redact import redact
 
 if TYPE_CHECKING:
-    from interlens.turns import Steps
+    from interlens.work import Steps
 
 ANSWERS = ("number", "choice", "text")
 TRANSCRIPT = "transcript"
@@ -30,8 +30,8 @@ class Judge:
 
     def steps(self, conversation: Any) -> Steps:
         """What a scheduler runs; returns the outcomes of the conversation."""
-        from interlens.turns import TurnOptions, TurnRequest
         from interlens.views.view import View, ViewMessage
+        from interlens.work import TurnOptions, TurnRequest
 
         speaker = self._participant.clone()
         asked = items.fill(

@@ -35,7 +35,7 @@ from .writer import UnitWriter
 
 if TYPE_CHECKING:
     from interlens.interp.activation_cache import CaptureSpec
-    from interlens.turns import Steps
+    from interlens.work import Steps
 
     from .config import InterventionConfig
 
@@ -191,7 +191,7 @@ class UnitRun:
         self.turns = replica.turns[unit.id] = Turns(planned=planned, cells=len(unit.cells))
 
     def run(self) -> dict[str, Any]:
-        from interlens.rollout import Scheduler
+        from interlens.scheduler import Scheduler
 
         rows = self.replica.config.cluster.rows
         self.scheduler = Scheduler(max_live=max(2 * rows, 64), tick=self._tick)

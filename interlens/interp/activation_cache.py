@@ -292,3 +292,10 @@ def _differences(records: Sequence[ActivationRecord]) -> str:
         if parts
         else "they agree in every filter (see their selection and fingerprint)"
     )
+
+
+def as_tuple(value: Any) -> tuple:
+    """One spec or a sequence of them, as a tuple; None is ()."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .routing import RoutingCapture
+from .routing import RoutingCapture
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,16 @@ import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .activation_cache import ActivationRecord
 from .registration import Registration, register
 from .select import Layout, Select, TokenSequence
 from .sites import site_at
-
-if TYPE_CHECKING:
-    from .activation_cache import ActivationRecord
 
 
 @dataclass(frozen=True, eq=False)

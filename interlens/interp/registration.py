@@ -8,7 +8,6 @@ the prompt ended. The prompt is what the first forward without a past is given.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,12 +15,10 @@ from torch import Tensor, nn
 
 from .attach import mark_registered
 from .hooks import attach
+from .intervention import Intervention
 from .locate import num_layers, resolve_layers, site_width
 from .select import Select, TokenSequence
 from .sites import text_decoder
-
-if TYPE_CHECKING:
-    from .intervention import Intervention
 
 _NEEDS_CONVERSATION = ("phase", "message", "special", "branch")
 

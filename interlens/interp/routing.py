@@ -11,7 +11,7 @@ import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,16 +20,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import HookDidNotFire, UnknownSite
-from .activation_cache import offload_to_cpu
+from .activation_cache import ActivationRecord, offload_to_cpu
 from .attach import FirstLinear
 from .locate import locator, resolve_layers
 from .packing import pack, run_forward
 from .registration import Registration, register
 from .select import Select
 from .sites import Locator, Place
-
-if TYPE_CHECKING:
-    from .activation_cache import ActivationRecord
 
 
 class _Capture(NamedTuple):

@@ -20,7 +20,9 @@ from typing import Any
 from ..errors import APIFailed, BudgetExceeded
 from ..message import Message
 from ..reasoning import split_text
-from ..turns import Ask, Steps
+from ..tools import ToolRegistry, as_tools, entry
+from ..views.view import ViewMessage
+from ..work import Ask, Steps
 from .base import Participant
 from .options import check_sampling
 from .providers import GO_ON, PROVIDERS, YOU_FIRST, Answer, Malformed, Query
@@ -80,8 +82,6 @@ class APIParticipant(Participant):
         extra: dict[str, Any] | None = None,
     ):  # fmt: skip
         super().__init__(name, system_prompt=system_prompt, private_context=private_context, seed=seed)
-        from ..tools import as_tools
-
         if provider not in PROVIDERS:
             raise ValueError(f"no provider {provider!r}; possible: {', '.join(sorted(PROVIDERS))}")
         if max_cost is not None and prices is None:
@@ -128,9 +128,6 @@ class APIParticipant(Participant):
 
     # -- a turn -----------------------------------------------------------------------------------------------------
     def turn(self, view: Any, request: Any) -> Steps:
-        from ..tools import ToolRegistry, entry
-        from ..views.view import ViewMessage
-
         registry, trail, spent, generated = ToolRegistry(view.tools), [], Usage(), 0
         for round_ in range(self.max_tool_iters + 1 if view.tools else 1):
             query = self._query(view, request, round_)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..message import Message
-from ..turns import Ask, Steps
-
-if TYPE_CHECKING:
-    from ..turns import TurnRequest
-    from ..views.view import View
+from ..views.view import View
+from ..work import Ask, Steps, TurnRequest
 
 
 class Participant:

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from ..capturing import as_tuple
-from ..reasoning import Markers
-from ..turns import Ask, Generate, Steps, TurnOptions, TurnRequest
+from ..calls import family_of
+from ..engine.forward import UNLIMITED, context_limit
+from ..engine.request import Request, Sampling
+from ..errors import CannotLoad
+from ..interp.activation_cache import as_tuple
+from ..interp.locate import num_layers
+from ..interp.patching import bound
+from ..interp.sites import find_family
+from ..message import Fed, Message, plain
+from ..preview import skeleton
+from ..reasoning import Markers, phases_of, reasoning_text, split_reply
+from ..sources import kind
+from ..tools import ToolRegistry, as_tools, entry
+from ..views.render import render
+from ..views.template import template_of
+from ..views.view import ViewMessage
+from ..work import Ask, Generate, Steps, TurnOptions, TurnRequest
 from .base import Participant
-from .generation import Generation
 from .options import check_names, check_sampling
 from .weights import Weights
 
@@ -37,8 +53,6 @@ class ModelParticipant(Participant):
         adapter: str | None = None, system_prompt: Any = None, private_context: tuple = (),
     ):  # fmt: skip
         super().__init__(name, system_prompt=system_prompt, private_context=private_context, seed=seed)
-        from ..tools import as_tools
-
         if isinstance(thinking, (list, tuple)):
             thinking = (str(thinking[0]), str(thinking[1]))
         elif thinking not in ("auto", True, False):
@@ -73,15 +87,11 @@ class ModelParticipant(Participant):
 
     @property
     def template(self):
-        from ..views.template import template_of
-
         return template_of(self.tokenizer)
 
     @property
     def context_limit(self) -> int | None:  # ty: ignore[incompatible-property-override]
         """Tokens the model can attend to; None if its configuration does not say."""
-        from ..engine.forward import UNLIMITED, context_limit
-
         config = getattr(self.model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         limit, _ = context_limit(text)
@@ -90,18 +100,12 @@ class ModelParticipant(Participant):
     @property
     def num_layers(self) -> int | None:
         """Decoder layers."""
-        from ..interp.locate import num_layers
-
         return None if self.model is None else num_layers(self.model)
 
     def outline(self) -> Any:
         """The model if it is loaded, else its architecture without weights; None where neither is known yet."""
         if self.weights.is_loaded:
             return self.model
-        from ..errors import CannotLoad
-        from ..interp.sites import find_family
-        from ..preview import skeleton
-
         try:
             found = skeleton(self.weights.source or "", self.weights.options.get("revision"))
         except CannotLoad:
@@ -136,8 +140,6 @@ class ModelParticipant(Participant):
 
     def render(self, view: Any, generate: bool = True):
         """The view as this model is fed it (a `views.Rendered`)."""
-        from ..views.render import render
-
         last, template, markers = self._rendered, self.template, self.markers()
         if last is not None and (last.template is not template or last.thinking != self._thinking_flag):
             last = None
@@ -160,9 +162,6 @@ class ModelParticipant(Participant):
 
     # -- a turn -----------------------------------------------------------------------------------------------------
     def turn(self, view: Any, request: TurnRequest) -> Steps:
-        from ..calls import family_of
-        from ..tools import ToolRegistry, entry
-
         registry, trail, spent = ToolRegistry(view.tools), [], 0
         family = family_of(self.template.source, self.template.takes_tools) if view.tools else None
         for round_ in range(self.max_tool_iters + 1 if view.tools else 1):
@@ -180,9 +179,6 @@ class ModelParticipant(Participant):
         return made.message(text, trail, "tool" if calls else made.reply.finish_reason)
 
     def _generate(self, view: Any, request: TurnRequest, round_: int) -> Steps:
-        from ..engine.request import Request, Sampling
-        from ..interp.patching import bound
-
         rendered, options = self.render(view), request.options
         sampling = Sampling(
             temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, stop_ids=self.stop_ids(),
@@ -204,6 +200,94 @@ class ModelParticipant(Participant):
     def steerings(self, options: TurnOptions) -> tuple:
         """What steers this turn: its own, else the participant's."""
         return as_tuple(self.steering if options.steering is None else options.steering)
+
+
+@dataclass(kw_only=True)
+class Generation:
+    """One generation, and what it becomes."""
+
+    participant: ModelParticipant
+    request: TurnRequest
+    asked: Any
+    reply: Any
+    template: Any
+
+    @cached_property
+    def phases(self) -> tuple[str, ...]:
+        return tuple(self.reply.phases) or phases_of(self.reply.tokens, self.asked.layout.markers)
+
+    @cached_property
+    def fed(self) -> Fed:
+        return Fed(
+            prompt=self.asked.tokens, generated=tuple(self.reply.tokens), phases=self.phases, layout=self.asked.layout,
+            template_hash=self.template.hash,
+        )  # fmt: skip
+
+    @cached_property
+    def raw(self) -> str:
+        return self.participant.tokenizer.decode(list(self.reply.tokens), skip_special_tokens=False)
+
+    @cached_property
+    def halves(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        tokens = tuple(self.reply.tokens)
+        if tokens and tokens[-1] in self.asked.sampling.stop_ids:
+            tokens = tokens[:-1]
+        return split_reply(tokens, self.asked.layout.markers)
+
+    def rest(self, family: Any) -> tuple[str, list]:
+        """(content, calls) of the reply."""
+        decode = self.participant.tokenizer.decode
+        content = decode(list(self.halves[1]), skip_special_tokens=True).strip()
+        if family is None:
+            return content, []
+        text = self.raw if family.in_reasoning else decode(list(self.halves[1]), skip_special_tokens=False)
+        left, calls = family.parse(text)
+        if not calls:
+            return content, []
+        if family.in_reasoning:
+            return "", calls
+        for token in self.participant.tokenizer.all_special_tokens:
+            left = left.replace(token, "")
+        return left.strip(), calls
+
+    def as_view(self, results: list[dict]) -> list:
+        """This generation and the results of its calls, as the next generation sees them."""
+        own = ViewMessage(role="assistant", content=self.raw, author=self.participant.name, fed=self.fed, in_tools=True)
+        return [own, *(ViewMessage(role="tool", content=r["result"], author=r["name"]) for r in results)]
+
+    def message(self, content: str, trail: list, finish_reason: str) -> Message:
+        sampling, reply = self.asked.sampling, self.reply
+        metadata: dict[str, Any] = {
+            "raw_completion": self.raw,
+            "n_tokens": len(reply.tokens),
+            "n_prompt_tokens": len(self.asked.tokens),
+            "finish_reason": finish_reason,
+            "seed": self.request.key[0],
+            "sampling": {
+                "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
+                "max_new_tokens": sampling.max_new_tokens, "stop_ids": list(sampling.stop_ids),
+            },
+        }  # fmt: skip
+        reasoning = reasoning_text(self.participant.tokenizer, self.halves[0])
+        if reasoning:
+            metadata["reasoning"] = reasoning
+        metadata |= self._interventions()
+        for name, values in (reply.logprobs or {}).items():
+            metadata[name] = [v if math.isfinite(v) else None for v in map(float, values)]
+        if trail:
+            metadata["tool_trail"] = trail
+        return Message(self.participant.name, content, metadata, fed=self.fed, records=tuple(reply.records))
+
+    def _interventions(self) -> dict[str, Any]:
+        """The `patch` and `steering` entries: a dict for one spec, a list for several."""
+        patches = len(as_tuple(self.request.options.patch))
+        counts = [*self.reply.tokens_modified, *[0] * len(self.asked.interventions)]
+        told = [
+            {**plain(spec.summary()), "fingerprint": spec.fingerprint, "tokens_modified": int(n)}
+            for spec, n in zip(self.asked.interventions, counts, strict=False)
+        ]
+        parts = {"patch": told[:patches], "steering": told[patches:]}
+        return {k: v[0] if len(v) == 1 else v for k, v in parts.items() if v}
 
 
 def budget(participant: ModelParticipant, options: TurnOptions) -> int:
@@ -232,8 +316,6 @@ class AutoModelParticipant:
 
 def participants_of(models: Any, names: Any, options: Mapping[str, Any]) -> list[ModelParticipant]:
     """One participant per model, named. Equal models share their weights."""
-    from ..sources import kind
-
     models = list(models) if isinstance(models, (list, tuple)) else [models]
     letters = "abcdefghijklmnopqrstuvwxyz"
     names = [letters[i] if i < 26 else f"p{i + 1}" for i in range(len(models))] if names is None else list(names)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..adapters import attached
+from ..engine.engine import engine_for
+
 
 class Weights:
     """Where a model comes from, loaded when first asked for. Shared by clones; pickles without the model."""
@@ -34,7 +37,6 @@ class Weights:
                     f"this participant was made from a loaded model ({self.source or 'unnamed'}), which does not "
                     "travel; give it one again with participant.weights = Weights(model=..., tokenizer=...)"
                 )
-            from ..adapters import attached
             from ..loading import load
 
             source: Any = self._model if self._model is not None else self.source
@@ -52,8 +54,6 @@ class Weights:
     def engine(self, adapter: str | None = None) -> Any:
         if self._engine is not None:
             return self._engine
-        from ..engine.engine import engine_for
-
         return engine_for(self.get(adapter).model)
 
     def __deepcopy__(self, memo: dict) -> Weights:

@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ..conversation import Conversation
-    from ..message import Message
+from ..message import Message
+from ..tools import Tool
+from ..work import ReadableConversation
 
 
 class CommunicationPolicy:
     """A conversation copies its policy, so its state is the conversation's own. Everything here sees it read-only."""
 
-    def next_speaker(self, conversation: Conversation) -> str:
+    def next_speaker(self, conversation: ReadableConversation) -> str:
         """Name of the participant whose turn it is."""
         raise NotImplementedError
 
-    def visible(self, conversation: Conversation, index: int, message: Message, pov: str) -> bool:
+    def visible(self, conversation: ReadableConversation, index: int, message: Message, pov: str) -> bool:
         """Whether `pov` sees a message that is not its own."""
         return True
 
-    def tools(self, conversation: Conversation, pov: str) -> tuple[Any, ...]:
+    def tools(self, conversation: ReadableConversation, pov: str) -> tuple[Any, ...]:
         """Tools that `pov` has because of this policy."""
         return ()
 
-    def begins(self, conversation: Conversation, pov: str) -> None:
+    def begins(self, conversation: ReadableConversation, pov: str) -> None:
         """Called when a turn, or a sample, of `pov` begins; it may come to nothing."""
 
-    def spoken(self, conversation: Conversation, message: Message) -> None:
+    def spoken(self, conversation: ReadableConversation, message: Message) -> None:
         """Called when a turn has been committed."""
 
-    def rewound(self, conversation: Conversation) -> None:
+    def rewound(self, conversation: ReadableConversation) -> None:
         """Called when the transcript was cut or changed."""
 
 
-def _next_in(order: Sequence[str], conversation: Conversation, first: str | None) -> str:
+def _next_in(order: Sequence[str], conversation: ReadableConversation, first: str | None) -> str:
     spoke = next((m.author for m in reversed(conversation.transcript) if m.author in order), None)
     if spoke is None:
         return first if first is not None else order[0]
@@ -105,8 +105,6 @@ class MessagingPolicy(CommunicationPolicy):
         self._pending[:] = [entry for entry in self._pending if entry[1] != pov]
 
     def tools(self, conversation, pov):
-        from ..tools import Tool
-
         names = self._order(conversation)
         if pov not in names:
             return ()

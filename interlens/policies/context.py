@@ -6,16 +6,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..errors import ContextOverflow
 from ..read_only import read_only
-from ..turns import Steps, TurnOptions
 from ..views.view import View, ViewMessage
+from ..work import ReadableConversation, Steps, TurnOptions, TurnRequest
 from .stopping import least
-
-if TYPE_CHECKING:
-    from ..turns import TurnRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +27,7 @@ class Room:
     """Tokens of the reply."""
     participant: Any
     request: TurnRequest
-    conversation: Any
+    conversation: LimitedConversation
 
     def fits(self, view: View) -> bool:
         return self.limit is None or self.count(view) + self.budget <= self.limit
@@ -42,7 +39,14 @@ class Room:
         )
 
 
-def room_of(conversation: Any, participant: Any, request: TurnRequest) -> Room | None:
+class LimitedConversation(ReadableConversation, Protocol):
+    """What fitting a view needs of its conversation."""
+
+    context_limit: int | None
+    context_policy: ContextPolicy
+
+
+def room_of(conversation: LimitedConversation, participant: Any, request: TurnRequest) -> Room | None:
     """The room of a participant's next prompt. None: it has no prompt of its own (a script, a person)."""
     if not participant.has_prompt:
         return None
@@ -55,12 +59,12 @@ def room_of(conversation: Any, participant: Any, request: TurnRequest) -> Room |
     )  # fmt: skip
 
 
-def _limit(conversation: Any, participant: Any) -> int | None:
+def _limit(conversation: LimitedConversation, participant: Any) -> int | None:
     limits = (conversation.context_limit, participant.context_limit)
     return min((n for n in limits if n is not None), default=None)
 
 
-def check(conversation: Any, participant: Any) -> None:
+def check(conversation: LimitedConversation, participant: Any) -> None:
     """Raise ValueError where the conversation's context policy could not do what it is for."""
     if not participant.has_prompt or participant.can_count():
         return

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..message import Message
-
-if TYPE_CHECKING:
-    from ..conversation import Conversation
+from ..work import ReadableConversation
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class MessageHook:
     shared anyway.
     """
 
-    def review(self, message: Message, conversation: Conversation) -> Verdict:
+    def review(self, message: Message, conversation: ReadableConversation) -> Verdict:
         """`message` is a copy; `conversation` can be read only (see `read_only`)."""
         raise NotImplementedError
 
@@ -65,7 +63,7 @@ def copies(hooks: list[Any]) -> list[Any]:
     return made
 
 
-def review(hooks: list[Any], message: Message, conversation: Conversation) -> Message | None:
+def review(hooks: list[Any], message: Message, conversation: ReadableConversation) -> Message | None:
     """The message that remains after all hooks, or None. A callable (message, conversation) is a hook too."""
     for hook in hooks:
         verdict = (hook.review if hasattr(hook, "review") else hook)(message.copy(), conversation)

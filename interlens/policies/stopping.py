@@ -5,22 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..message import Message
-
-if TYPE_CHECKING:
-    from ..conversation import Conversation
+from ..work import ReadableConversation
 
 
 class StopCondition:
     """Subclasses implement `check`; it is called once before the first turn, with no message, and after every turn."""
 
-    def check(self, conversation: Conversation, message: Message | None) -> str | None:
+    def check(self, conversation: ReadableConversation, message: Message | None) -> str | None:
         """Why the run ends now, or None. `message`: the last committed one; None at the start and for a denied turn."""
         raise NotImplementedError
 
-    def turn_limit(self, conversation: Conversation) -> int | None:
+    def turn_limit(self, conversation: ReadableConversation) -> int | None:
         """At most this many tokens for the next turn; None for no limit."""
         return None
 
@@ -115,7 +113,7 @@ class TokenBudget(StopCondition):
 
 @dataclass
 class _Callable(StopCondition):
-    says: Callable[[Conversation], Any]
+    says: Callable[[ReadableConversation], Any]
 
     def check(self, conversation, message):
         found = self.says(conversation)

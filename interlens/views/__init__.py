@@ -2,7 +2,7 @@
 
 from .render import Rendered, message_token_spans, render
 from .template import Template, TemplateError, template_of
-from .view import View, ViewMessage, build
+from .view import View, ViewMessage
 
-__all__ = ["Rendered", "Template", "TemplateError", "View", "ViewMessage", "build", "message_token_spans", "render",
+__all__ = ["Rendered", "Template", "TemplateError", "View", "ViewMessage", "message_token_spans", "render",
            "template_of"]  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from ..tools import describe, schemas_json
 from .template import Shape, Template
 from .view import View, ViewMessage
 
@@ -25,8 +26,6 @@ def arrange(view: View, template: Template) -> list[Slot]:
     """The slots of a view, in the order the template gets them."""
     system = [m for m in view.messages if m.role == "system"]
     if view.tools and not template.takes_tools:
-        from ..tools import describe
-
         system.append(ViewMessage(role="system", content=describe(view.tools)))
     slots = [Slot(m.role, [m]) for m in view.messages if m.role != "system"]
     if not (template.takes_tool_role or template.takes_tool_calls):
@@ -71,8 +70,6 @@ def shape_of(slots: list[Slot], view: View, template: Template, generate: bool, 
     """What the skeleton of these slots depends on."""
     schemas = ""
     if view.tools and template.takes_tools:
-        from ..tools import schemas_json
-
         schemas = schemas_json(view.tools)
     roles = tuple([s.role for s in slots])
     names = tuple([s.messages[0].author if s.role == "tool" else None for s in slots]) if "tool" in roles else ()

@@ -35,7 +35,7 @@ from interlens.policies import (
     deny,
     edit,
 )
-from interlens.rollout import finish
+from interlens.scheduler import finish
 
 from .scripted import speaker
 from .tokenizers import family

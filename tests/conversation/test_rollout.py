@@ -11,8 +11,8 @@ import pytest
 import interlens
 from interlens import Conversation, Message, ScriptedParticipant, dataset_field
 from interlens.participants import Participant
-from interlens.rollout import Scheduler, drive
-from interlens.turns import Ask
+from interlens.scheduler import Scheduler, drive
+from interlens.work import Ask
 
 from .scripted import engine, speaker
 from .tokenizers import family
@@ -170,7 +170,7 @@ def test_leaving_early_cancels():
 
 def test_a_call_that_hangs_does_not_keep_the_process():
     script = (
-        "import time\nfrom interlens.scheduler import Scheduler\nfrom interlens.turns import Ask\n"
+        "import time\nfrom interlens.scheduler import Scheduler\nfrom interlens.work import Ask\n"
         "def job(seconds):\n    yield Ask(participant=None, call=lambda: time.sleep(seconds))\n"
         "scheduler = Scheduler()\n"
         "for seconds in (0, 600):\n    scheduler.add(job(seconds))\n"

@@ -30,12 +30,12 @@ from interlens import (
     Transcript,
     dataset_field,
 )
+from interlens.encoding import SCHEMA_VERSION
 from interlens.errors import CannotLoad
 from interlens.interp.select import Layout
 from interlens.message import Fed
 from interlens.participants import Participant, Prices
 from interlens.reasoning import Markers
-from interlens.saving import SCHEMA_VERSION
 
 from .scripted import speaker
 from .tokenizers import family
