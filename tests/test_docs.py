@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_imports import LAYERS
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md"), ROOT / "CONTRIBUTING.md"])
 
@@ -21,6 +23,17 @@ def test_links_and_paths_lead_somewhere(page):
 def test_the_index_of_examples_names_each_of_them():
     index = (ROOT / "examples" / "README.md").read_text()
     assert [path.name for path in (ROOT / "examples").glob("*.py") if f"({path.name})" not in index] == []
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_design_has_a_row_for_every_layer(package):
+    """The table below "### <package>, low to high" and the law of imports name the same files, in the same order."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    section = re.split(rf"^### {package}, low to high$", text, flags=re.MULTILINE)[1]
+    rows = re.findall(r"^\| `([^`]*)`", re.split(r"^##", section, flags=re.MULTILINE)[0], flags=re.MULTILINE)
+    assert tuple(rows) == LAYERS[package]
+    there = {path.stem if path.suffix == ".py" else f"{path.name}/" for path in (ROOT / package).iterdir()}
+    assert there - {"__init__", "__main__", "__pycache__/", "py.typed/"} == {n for row in rows for n in row.split()}
 
 
 def test_design_names_only_what_is_there():

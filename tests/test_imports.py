@@ -8,20 +8,48 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+LAYERS = {
+    "interlens": (
+        "errors sources reasoning calls templating visibility",
+        "statistics probes",
+        "interp/",
+        "upcycle preview dequantise adapters loading",
+        "engine/",
+        "message encoding transcript saving tools",
+        "views/",
+        "studies/",
+        "work read_only scheduler",
+        "policies/ participants/",
+        "capturing seeing turns rollout conversation",
+    ),
+}
+"""Package -> its files and folders, low to high. A file imports what is in its own layer or in lower ones."""
+INSIDE = {
+    "interlens/participants/weights.py": "a saved conversation is read, and its needs told, without what loads weights",
+    "interlens/preview.py": "what a model's name means is told without torch",
+}
+"""Files beside cli.py and __init__.py that import their own package inside functions, and why."""
 FOREIGN = {"ray", "hydra", "omegaconf", "pyarrow", "argparse", "click", "sweeps"}
+
+
+def modules_of(path: Path, node: ast.stmt) -> list[tuple[str, str]]:
+    """(module, name or "") in absolute terms, of each name that an import statement brings in; [] for another node."""
+    if isinstance(node, ast.Import):
+        return [(alias.name, "") for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    base = [*package[: len(package) - node.level + 1]] if node.level else []
+    module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+    return [(module, alias.name) for alias in node.names]
 
 
 def imported(path: Path) -> set[str]:
     """Absolute names of every module that a file imports, at any depth, for typing or for real."""
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = [*package[: len(package) - node.level + 1]] if node.level else []
-            module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
-            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+        for module, name in modules_of(path, node):
+            found |= {module, *([f"{module}.{name}"] if name else [])}
     return found
 
 
@@ -29,6 +57,51 @@ def files(folder: str) -> list[Path]:
     found = sorted((ROOT / folder).rglob("*.py"))
     assert found, f"no files in {folder}"
     return found
+
+
+def own_imports(package: str, inside: bool = False) -> dict[str, set[str]]:
+    """File -> files of its package that it imports, at any depth, for typing too; `inside`: only those in functions."""
+    known = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in files(package)
+    }
+    found = {}
+    for path in files(package):
+        tree = ast.parse(path.read_text())
+        roots = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.Lambda))] if inside else [tree]
+        pairs = [pair for root in roots for node in ast.walk(root) for pair in modules_of(path, node)]
+        targets = {known.get(f"{module}.{name}") or known.get(module) for module, name in pairs} - {None, path}
+        found[str(path.relative_to(ROOT))] = {str(target.relative_to(ROOT)) for target in targets}
+    return found
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_imports_point_to_the_same_or_a_lower_layer(package):
+    rank = {name.rstrip("/"): n for n, row in enumerate(LAYERS[package]) for name in row.split()}
+    rank |= {"__init__": len(rank), "__main__": len(rank)}
+    layer = {path: rank.get(path.split("/")[1].removesuffix(".py")) for path in own_imports(package)}
+    assert [path for path, n in layer.items() if n is None] == [], "give these a layer"
+    for path, targets in own_imports(package).items():
+        upwards = [target for target in targets if layer[target] > layer[path]]
+        assert not upwards, f"{path} imports {upwards}, which are above it"
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_no_files_import_each_other_in_a_circle(package):
+    left = own_imports(package)
+    while free := [path for path, targets in left.items() if not targets & left.keys()]:
+        for path in free:
+            del left[path]
+    assert not left, f"among these is a circle: {', '.join(left)}"
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_a_package_imports_itself_at_the_top_of_its_files(package):
+    for path, targets in own_imports(package, inside=True).items():
+        allowed = path.endswith(("/cli.py", "/__init__.py")) or path in INSIDE
+        assert allowed or not targets, f"{path} imports {targets} inside functions; put it at the top, or say why here"
+        assert targets or path not in INSIDE, f"{path} imports nothing inside functions any more"
+    assert len(INSIDE) <= 10
 
 
 def test_relative_imports_are_read_right():
