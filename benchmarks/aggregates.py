@@ -25,12 +25,13 @@ import torch
 import sweeps
 from interlens.interp.activation_cache import ActivationRecord
 from interlens.message import Message
-from sweeps import aggregates, folder
-from sweeps.aggregates.shards import added
+from sweeps.aggregates import registry
+from sweeps.aggregates.recompute import added
 from sweeps.compose import from_plain
-from sweeps.config import AggregateConfig
-from sweeps.plan import expand
-from sweeps.writer import UnitWriter
+from sweeps.config.schema import AggregateConfig
+from sweeps.driver import enter
+from sweeps.folder.writer import UnitWriter
+from sweeps.plan.expand import expand
 
 WIDTH, TOKENS, LAYERS, REPEATS = 576, 24, (8, 12, 16, 20), 9
 CONTRAST = "framing == 'warm' vs framing == 'cold'"
@@ -67,7 +68,7 @@ def written(root: Path, cells: int) -> sweeps.run.Run:
         "plan": {"unit_cells": 2000},
         "run": {"dir": str(root / "run")},
     })  # fmt: skip
-    folder.enter(config, config.run.dir)
+    enter.enter(config, config.run.dir)
     generator, count, begun = torch.Generator().manual_seed(0), 0, time.process_time()
     for unit in expand(config):
         writer = UnitWriter(config.run.dir, unit, {"bob": "tiny"})
@@ -91,7 +92,7 @@ def written(root: Path, cells: int) -> sweeps.run.Run:
 
 
 def built(name: str, **options: object) -> object:
-    return aggregates.build([AggregateConfig(name=name, options=options)])[0]
+    return registry.build([AggregateConfig(name=name, options=options)])[0]
 
 
 SUMS = {

@@ -24,11 +24,11 @@ import torch
 
 import sweeps
 from interlens.engine.engine import engine_for
-from sweeps import folder
 from sweeps.compose import from_plain
-from sweeps.planfile import PlanFile
-from sweeps.replica import Replica
-from sweeps.units import pack
+from sweeps.driver import enter
+from sweeps.folder.cells import pack
+from sweeps.folder.plan_reader import PlanFile
+from sweeps.replica.replica import Replica
 
 BATCH = 8
 """Of plain; the fastest of 32, 8, 2 and 1 on two CPU cores."""
@@ -83,7 +83,7 @@ def replayed(root: Path, source: Path) -> tuple[float, torch.nn.Module, list[lis
         "capture": {"layers": [8, 16, 24], "tokens": "answer", "pool": "mean"},
         "plan": {"unit_cells": 100_000}, "cluster": {"rows": 32}, "run": {"dir": str(root)},
     })  # fmt: skip
-    folder.enter(config, root)
+    enter.enter(config, root)
     unit = next(PlanFile(root).units())
     replica = Replica(config.to_dict(), str(root), unit.cast, 1)
     replica.load()

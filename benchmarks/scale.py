@@ -33,12 +33,12 @@ class Fake:
     """A replica that commits its units without running them: one outcome per cell, no messages."""
 
     def __init__(self, config, run_dir, cast, threads=1):
-        from sweeps import aggregates
-        from sweeps.config import SweepConfig
+        from sweeps.aggregates import registry
+        from sweeps.config.schema import SweepConfig
 
         plain = SweepConfig.from_dict(config)
         self.root = run_dir
-        self.sums = aggregates.sums(aggregates.build(plain.aggregate))
+        self.sums = registry.sums(registry.build(plain.aggregate))
 
     def load(self):
         return {"models": {}}
@@ -54,8 +54,8 @@ class Fake:
 
         from interlens.interp.activation_cache import ActivationRecord
         from sweeps.aggregates import CellResult
-        from sweeps.units import unpack
-        from sweeps.writer import UnitWriter
+        from sweeps.folder.cells import unpack
+        from sweeps.folder.writer import UnitWriter
 
         unit, trunk_units, _ = unpack(packed)
         writer = UnitWriter(self.root, unit, {})
@@ -102,7 +102,7 @@ def drive(cells: int, folder: Path) -> dict:
     """Run (or resume) a sweep of fake cells in this process; what it cost this process."""
     import ray
 
-    from sweeps import driver
+    from sweeps.driver import entry
 
     config = settings(cells, folder)
     used, stop = [0.0], threading.Event()
@@ -119,7 +119,7 @@ def drive(cells: int, folder: Path) -> dict:
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()
     cpu, wall = time.process_time(), time.monotonic()
-    code = driver.run(config, config.run.dir, replica="benchmarks.scale:Fake")
+    code = entry.run(config, config.run.dir, replica="benchmarks.scale:Fake")
     stop.set()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"code": code, "cpu_s": time.process_time() - cpu, "wall_s": time.monotonic() - wall, "rss": peak,
@@ -141,15 +141,15 @@ def section_driver(args, folder: Path) -> None:
 
 def write_plan(cells: int, folder: Path) -> dict:
     """Expand a plan into a folder, and look at it as a driver does that begins."""
-    from sweeps import planfile, store
-    from sweeps.plan import expand
+    from sweeps.folder import files, plan_reader, plan_writer
+    from sweeps.plan.expand import expand
 
     config, root = settings(cells, folder), folder / f"plan-{cells}"
     idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     begun = time.monotonic()
-    store.write_new(root, "config-0.yaml", store.dump_yaml(config.to_dict()))
-    planned = planfile.write(root, 0, config.grid, expand(config))
-    wall_s, plan = time.monotonic() - begun, planfile.PlanFile(root)
+    files.write_new(root, "config-0.yaml", files.dump_yaml(config.to_dict()))
+    planned = plan_writer.write(root, 0, config.grid, expand(config))
+    wall_s, plan = time.monotonic() - begun, plan_reader.PlanFile(root)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     units = sum(1 for _ in plan.infos())
     assert len(plan.cell_ids()) == planned and len(plan.unit("u000000").cells) and units
@@ -169,7 +169,7 @@ def one_unit(cells: int, folder: Path):
     import torch
 
     from interlens.interp.activation_cache import ActivationRecord
-    from sweeps.plan import Cell, Unit
+    from sweeps.folder.cells import Cell, Unit
 
     made = tuple(Cell(id=f"c{n:08d}", item="i", trunk="t", condition={}, trunk_seed=0, branch_seed=n, unit="u000000")
                  for n in range(cells))  # fmt: skip
@@ -180,7 +180,7 @@ def one_unit(cells: int, folder: Path):
 
 
 def section_write(args, folder: Path) -> None:
-    from sweeps.writer import UnitWriter
+    from sweeps.folder.writer import UnitWriter
 
     unit, records = one_unit(3000, folder)
     size = len(unit.cells) * sum(r.tensor.numel() * r.tensor.element_size() for r in records)
@@ -210,7 +210,7 @@ def section_read(args, folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from sweeps.tensors import MappedFile
+    from sweeps.folder.tensors import MappedFile
 
     tensor = torch.randn(100_000, 1024)
     save_file({"residual.16.mean": tensor, "residual.12.mean": tensor.clone()}, folder / "layer.safetensors")
@@ -235,7 +235,7 @@ def section_files(args, folder: Path) -> None:
     import torch
 
     from interlens.interp.activation_cache import ActivationRecord
-    from sweeps.writer import UnitWriter
+    from sweeps.folder.writer import UnitWriter
 
     unit, _ = one_unit(1024, folder)
     common = {"tokens": (1, 2), "positions": (0, 1), "pool": "mean", "num_pooled": 2}
@@ -295,8 +295,9 @@ def bare_processes(n: int) -> float:
 
 def swept_replicas(n: int, folder: Path) -> float:
     """Tokens per second between the first unit's dispatch and the last commit of a sweep with n replicas."""
-    from sweeps import driver, store
     from sweeps.compose import from_plain
+    from sweeps.driver import entry
+    from sweeps.folder import commits
 
     config = from_plain({
         "scenario": {
@@ -308,9 +309,9 @@ def swept_replicas(n: int, folder: Path) -> float:
         "plan": {"unit_cells": 16}, "cluster": {"executor": "ray", "replicas": n, "rows": 16},
         "run": {"progress": "none", "dir": str(folder / f"replicas-{n}")},
     })  # fmt: skip
-    assert driver.run(config, config.run.dir) == 0
+    assert entry.run(config, config.run.dir) == 0
     root = Path(config.run.dir)
-    tokens = sum(commit.counters["tokens"] for commit in store.list_commits(root))
+    tokens = sum(commit.counters["tokens"] for commit in commits.list_commits(root))
     busy = [json.loads(line) for line in (root / "events.jsonl").read_text().splitlines()]
     ready = max(e["clock"] for e in busy if e["event"] == "ready")
     return tokens / (max(e["clock"] for e in busy if e["event"] == "complete") - ready)

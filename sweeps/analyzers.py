@@ -23,17 +23,19 @@ enjoyable enjoyed enjoying excellent excited exciting fantastic fun glad gloriou
 incredible joy joyful joyous love loved lovely loves magical marvelous marvellous perfect pleased pleasure splendid
 superb thrilled thrilling wonderful wonderfully wow yummy
 """
+
 _DISTASTE = """
 annoying appalling atrocious awful awfully bad bitter boring detest detestable disgust disgusted disgusting disgustingly
 dislike distaste distasteful dreadful dull foul gross hate hated hates hideous horrible horribly horrid loathe loathsome
 miserable nasty nauseating offensive repulsive revolting rotten sad sick sickening terrible terribly ugly unbearable
 unpleasant vile worse worst yuck
 """
+
 DELIGHT_WORDS = frozenset(words(_DELIGHT))
 """Common English words of delight, all of them listed above. No weights, no negation: "not great" counts as "great"."""
+
 DISTASTE_WORDS = frozenset(words(_DISTASTE))
 """Common English words of distaste, likewise."""
-
 
 UNITS = {"enthusiasm": "per 100 words", "valence": "per 100 words", "repetition": "(share of trigrams)", "words": ""}
 """How `enthusiasm` below counts, for labels; in the order of interest."""

@@ -17,6 +17,7 @@ from typing import Any
 from interlens.errors import InterlensError
 
 COMPLETE, ERROR, FAILED_CELLS, STOPPED, REFUSED = 0, 1, 3, 4, 5
+
 _WORST_FIRST = (ERROR, REFUSED, FAILED_CELLS, COMPLETE)
 
 USAGE = """sweeps <command> ...
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _guarded(action: Callable[[], int]) -> int:
     """Expected errors as one line and an exit code."""
-    from .folder import RunRefused
+    from .errors import RunRefused
     from .redact import redact
 
     try:
@@ -85,12 +86,10 @@ def _guarded(action: Callable[[], int]) -> int:
         return ERROR
 
 
-# ---- commands over a configuration
-
-
 def _plan(arguments: list[str]) -> int:
-    from . import estimate
-    from .config import ConfigError, load
+    from .commands import plan
+    from .compose import load
+    from .errors import ConfigError
 
     parser = _Parser("sweeps plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--measure", action="store_true")
@@ -101,9 +100,9 @@ def _plan(arguments: list[str]) -> int:
             raise ConfigError(f"no folder {options.config_dir!r} for --config-dir")
         overrides.append(f"hydra.searchpath=['file://{os.path.abspath(options.config_dir)}']")
     config = load(overrides)
-    print(estimate.describe(config))
+    print(plan.describe(config))
     if options.measure:
-        print(estimate.extrapolate(config, estimate.measure(config)))
+        print(plan.extrapolate(config, plan.measure(config)))
     return COMPLETE
 
 
@@ -114,9 +113,10 @@ def _run(arguments: list[str]) -> int:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    from . import executors
-    from .compose import conf_dir, explain, relaxed
-    from .config import ConfigError
+    from .compose import explain, relaxed
+    from .config.shipped import conf_dir
+    from .driver.executors import pool
+    from .errors import ConfigError
 
     codes: list[int] = []
     begun: list[bool] = []
@@ -134,7 +134,7 @@ def _run(arguments: list[str]) -> int:
     with (
         tempfile.TemporaryDirectory() as scratch,
         _program("sweeps run", given + [f"hydra.sweep.dir={scratch}"] * multirun),
-        executors.shared(),
+        pool.shared(),
     ):
         try:
             app()
@@ -166,9 +166,9 @@ def run_composed(composed: Any) -> int:
     from .compose import from_composed
 
     config = from_composed(composed, HydraConfig.get())
-    from . import driver
+    from .driver import entry
 
-    return driver.run(config, config.run.dir)
+    return entry.run(config, config.run.dir)
 
 
 @contextmanager
@@ -186,12 +186,9 @@ def _program(name: str, arguments: list[str]):
             os.environ["HYDRA_FULL_ERROR"] = full
 
 
-# ---- commands over a run folder
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        from .config import ConfigError
+        from .errors import ConfigError
 
         raise ConfigError(f"{message}; {self.format_usage().strip()}")
 
@@ -212,19 +209,19 @@ class _Done(Exception):
 
 
 def _status(arguments: list[str]) -> int:
-    from . import progress
-    from .config import ConfigError
+    from .errors import ConfigError
+    from .folder import status
 
     given = _parsed(arguments, "status", "How far a run is, from its folder alone.", "dir")
     try:
-        print("\n".join(progress.status(given.dir)))
+        print("\n".join(status.status(given.dir)))
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from None
     return COMPLETE
 
 
 def _report(arguments: list[str]) -> int:
-    from .report import write_report
+    from .report.page import write_report
     from .run import open as open_run
 
     given = _parsed(arguments, "report", "Write the page of a run.", "dir")
@@ -233,7 +230,7 @@ def _report(arguments: list[str]) -> int:
 
 
 def _aggregate(arguments: list[str]) -> int:
-    from .aggregates.command import HELP, aggregate
+    from .commands.aggregate import HELP, aggregate
     from .run import open as open_run
 
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -245,16 +242,16 @@ def _aggregate(arguments: list[str]) -> int:
 
 
 def _capture(arguments: list[str]) -> int:
-    from . import recapture
+    from .commands import capture
 
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(recapture.HELP)
+        print(capture.HELP)
         return COMPLETE if arguments else ERROR
-    return recapture.capture(arguments[0], arguments[1:])
+    return capture.capture(arguments[0], arguments[1:])
 
 
 def _show(arguments: list[str]) -> int:
-    from . import show
+    from .commands import show
     from .run import open as open_run
 
     given = _parsed(arguments, "show", "Print one conversation.", "dir", "cell")
@@ -264,7 +261,7 @@ def _show(arguments: list[str]) -> int:
 
 
 def _verify(arguments: list[str]) -> int:
-    from .verify import reopen, verify
+    from .folder.verify import reopen, verify
 
     given = _parsed(arguments, "verify", "Check a run folder against its commits.", "dir", "--deep", "--reopen")
     found = verify(given.dir, deep=given.deep)
@@ -283,9 +280,9 @@ def _verify(arguments: list[str]) -> int:
 
 def _started(root: str) -> str:
     """The command that last started a run, in brackets, where its events tell."""
-    from . import progress
+    from .folder import status
 
-    commands = [event["command"] for event in progress.events(root) if event.get("command")]
+    commands = [event["command"] for event in status.events(root) if event.get("command")]
     return f" ({commands[-1]})" if commands else ""
 
 
@@ -294,7 +291,7 @@ def _units(count: int) -> str:
 
 
 def _gc(arguments: list[str]) -> int:
-    from .garbage import collect
+    from .folder.garbage import collect
 
     given = _parsed(arguments, "gc", "Delete files that no commit names.", "dir", "--dry-run")
     deleted = collect(given.dir, dry_run=given.dry_run)
@@ -303,7 +300,7 @@ def _gc(arguments: list[str]) -> int:
 
 
 def _compare(arguments: list[str]) -> int:
-    from .compare import compare
+    from .commands.compare import compare
     from .run import Run
 
     given = _parsed(arguments, "compare", "The same cells in two runs.", "a", "b")
@@ -312,8 +309,8 @@ def _compare(arguments: list[str]) -> int:
 
 
 def _export(arguments: list[str]) -> int:
-    from .config import ConfigError
-    from .export import FORMATS, export, export_directions
+    from .commands.export import FORMATS, export, export_directions
+    from .errors import ConfigError
     from .run import Run
 
     parser = _Parser(prog="sweeps export", description=EXPORT, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .config import ConfigError, SweepConfig, build, did_you_mean
-from .grid import axes, with_controls
+from .aggregates import registry
+from .config.build import build
+from .config.grid import axes, with_controls
+from .config.schema import SweepConfig
+from .config.shipped import conf_dir
+from .errors import ConfigError, did_you_mean
+from .plan.checks import checked
+from .plan.replay import scenario_of_run
+
+
+def load(overrides: Sequence[str] = ()) -> SweepConfig:
+    """Compose the shipped configuration with these Hydra overrides and check it.
+
+    Raises ConfigError with one line for anything impossible. Reads item files and the headers of directions; loads no
+    model.
+    """
+
+    return compose(list(overrides))
+
 
 QUOTING = "write key=value, and quote values with blanks, commas or parentheses, as in \"key='message(0)'\""
+
 GROUPS = ("model", "scenario", "capture", "intervention", "grid", "aggregate", "cluster", "experiment", "debug")
-
-
-def conf_dir() -> Path:
-    """The shipped configuration: inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parent
-    for folder in (package / "conf", package.parent / "conf"):
-        if (folder / "config.yaml").is_file():
-            return folder
-    raise ConfigError(f"the shipped configuration is missing beside {package}; reinstall the package")
 
 
 def compose(overrides: list[str]) -> SweepConfig:
@@ -137,7 +146,6 @@ def from_plain(plain: Mapping[str, Any], suffix: str = "") -> SweepConfig:
 
     `suffix` is added to its run folder's name.
     """
-    from .checks import checked
 
     data = dict(plain)
     if "inputs" in data:
@@ -160,7 +168,12 @@ def from_plain(plain: Mapping[str, Any], suffix: str = "") -> SweepConfig:
     run["dir"] = (run.get("dir") or f"runs/{Path(str(data.get('experiment', 'sweep'))).name}") + suffix
     data["run"] = run
     data["intervention"], points = with_controls(data["intervention"], axes(grid))
-    return checked(build(SweepConfig, {**data, "grid": points}))
+    config = checked(build(SweepConfig, {**data, "grid": points}))
+    try:
+        registry.build(config.aggregate, config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return config
 
 
 def _mapping(data: Mapping[str, Any], key: str, what: str, where: str = "") -> Mapping[str, Any]:
@@ -176,7 +189,6 @@ def _replayed(data: dict[str, Any]) -> dict[str, Any]:
     source = str(scenario.get("replay") or "")
     if not source.startswith("run:") or scenario.get("participants"):
         return data
-    from .replay import scenario_of_run
 
     found = scenario_of_run(source.removeprefix("run:"))
     return {

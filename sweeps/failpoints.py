@@ -19,7 +19,9 @@ POINTS = (
     "writer.opened", "writer.in_file", "writer.linked", "writer.before_commit", "writer.committed",
     "replica.loaded", "replica.started", "replica.in_forward", "replica.finished",
 )  # fmt: skip
+
 _ACTIONS = ("kill", "stop", "hang", "raise")
+
 _passed: Counter[str] = Counter()
 
 

@@ -6,9 +6,11 @@ import os
 import re
 
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)$", re.IGNORECASE)
+
 _LOOKS_SO = re.compile(
     r"\b(sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|AKIA[0-9A-Z]{16})\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 )
+
 MIN_CHARS = 8
 """A shorter value would be found in ordinary words."""
 

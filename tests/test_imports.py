@@ -22,11 +22,26 @@ LAYERS = {
         "policies/ participants/",
         "capturing seeing turns rollout conversation",
     ),
+    "sweeps": (
+        "errors redact failpoints analyzers",
+        "config/",
+        "folder/",
+        "plan/",
+        "aggregates/",
+        "report/ replica/",
+        "driver/",
+        "run compose",
+        "commands/",
+        "cli",
+    ),
 }
 """Package -> its files and folders, low to high. A file imports what is in its own layer or in lower ones."""
 INSIDE = {
     "interlens/participants/weights.py": "a saved conversation is read, and its needs told, without what loads weights",
     "interlens/preview.py": "what a model's name means is told without torch",
+    "sweeps/run.py": "Ray is loaded where a Ray Dataset is asked for",
+    "sweeps/driver/executors/pool.py": "a run in this process never loads Ray",
+    "sweeps/commands/aggregate.py": "Ray is loaded where replicas are asked for",
 }
 """Files beside cli.py and __init__.py that import their own package inside functions, and why."""
 FOREIGN = {"ray", "hydra", "omegaconf", "pyarrow", "argparse", "click", "sweeps"}
@@ -104,6 +119,12 @@ def test_a_package_imports_itself_at_the_top_of_its_files(package):
     assert len(INSIDE) <= 10
 
 
+def test_the_report_and_replicas_know_nothing_of_each_other():
+    for one, other in (("report", "replica"), ("replica", "report")):
+        for path in files(f"sweeps/{one}"):
+            assert not {name for name in imported(path) if name.startswith(f"sweeps.{other}")}, path
+
+
 def test_relative_imports_are_read_right():
     names = imported(ROOT / "interlens" / "interp" / "select.py")
     assert "interlens.reasoning" in names and "numpy" in names
@@ -121,7 +142,10 @@ def test_interp_never_imports_the_engine():
         assert not guilty, f"{path.relative_to(ROOT)} imports {guilty}"
 
 
-@pytest.mark.parametrize(("tool", "home"), [("ray", {"executors/ray.py"}), ("hydra", {"compose.py", "cli.py"})])
+@pytest.mark.parametrize(
+    ("tool", "home"),
+    [("ray", {"driver/executors/ray.py", "driver/executors/ray_tasks.py"}), ("hydra", {"compose.py", "cli.py"})],
+)
 def test_a_tool_of_sweeps_has_one_home(tool, home):
     for path in files("sweeps"):
         if str(path.relative_to(ROOT / "sweeps")) not in home:

@@ -18,23 +18,26 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..config import ConfigError
-from ..grid import conditions
-from ..items import find as items_file
-from ..items import read as read_items
-from ..places import place
+from ..config.grid import conditions
+from ..errors import ConfigError
+from ..folder.place import place
+from ..plan.items import find as items_file
+from ..plan.items import read as read_items
 from .expressions import Expression
 
 if TYPE_CHECKING:
     from interlens.interp.activation_cache import ActivationRecord
 
-    from . import CellResult
+    from .base import CellResult
+
 
 FIXED = (
     "cell", "trunk", "item", "trunk_seed", "branch_seed", "participant", "message_idx", "layer", "site", "pool", "selection",
 )  # fmt: skip
+
 MESSAGE = ("author", "content", "finish_reason", "num_tokens")
 """Fields of `message.<field>`."""
+
 PREFIXES = ("item.", "outcome.", "message.", "label.")
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 from interlens.probes import cosine_map, evaluate, fit
 
-from ..config import AggregateConfig
-from . import build
+from .base import Spread
 from .columns import check_known, check_met, read_labels
 from .expressions import parse, parse_contrast
-from .places import Labelled, Place, Question, labelled, labelled_places, leaks, places, tensor_names
-from .shards import opened, root_of
+from .recompute import root_of
 from .source import Source
+from .vectors import Labelled, Place, Question, labelled, labelled_places, leaks, places, tensor_names
 
 CONTROLS = ("shuffled", "random", "orthogonal")
+
 FINER_THAN_TRUNK = ("cell", "branch_seed", "message_idx")
 
 
@@ -29,7 +29,7 @@ class ContrastFit:
 
     kind = ""
     method = ""
-    spread: tuple[dict[str, Any], Any] | None = None
+    spread: tuple[dict[str, Any], Spread] | None = None
     """(options, cluster) where places are to be worked on side by side."""
 
     def __init__(
@@ -97,16 +97,15 @@ class ContrastFit:
         return labelled_places(run, self.question())
 
     def each_place(self, run: Any, what: str) -> Iterator[tuple[Place, Any]]:
-        """What the method `what` (run, place) makes of every place, in order: here, or with `spread` in Ray tasks."""
+        """What the method `what` (run, place) makes of every place, in order: here, or with `spread` in other processes."""
         found = places(run, self.source)
         if self.spread is None:
             yield from ((place, getattr(self, what)(run, place)) for place in found)
             return
-        from ..executors.ray import spread
 
-        options, cluster = self.spread
+        options, spread = self.spread
         calls = [(root_of(run), self.name, options, what, place.key) for place in found]
-        made = dict(spread("sweeps.aggregates.contrasts:at_place", calls, cluster))
+        made = dict(spread("sweeps.aggregates.recompute:at_place", calls))
         yield from ((place, made[number]) for number, place in enumerate(found))
 
     def evaluated(self, run: Any, place: Place) -> dict[str, Any]:
@@ -202,10 +201,3 @@ class ProbeFit(MessageFit):
         except ValueError as error:
             return {**entry, "evaluation": None, "why": str(error)}, None
         return {**entry, "norm": probe.norm, "threshold": probe.threshold, **self.evaluation(data)}, probe.direction
-
-
-def at_place(root: str, name: str, options: dict[str, Any], what: str, key: str) -> Any:
-    """A method of a fit at one place, from plain values, for another process."""
-    run = opened(root)
-    made: Any = build([AggregateConfig(name=name, options=options)], run.config)[0]
-    return getattr(made, what)(run, Place.of(key))

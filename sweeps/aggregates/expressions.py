@@ -22,11 +22,15 @@ _TOKEN = re.compile(
     r"|(?P<name>[^\W\d][\w.]*(?:\[\d+\])?(?:[\w.]*))"
     r"|(?P<op>==|!=|<=|>=|<|>|\(|\)|\[|\]|,))"
 )
+
 _CONSTANTS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+
 _RESERVED = {"and", "or", "not", "in", "vs", *_CONSTANTS}
+
 _ORDER = ("<", "<=", ">", ">=")
 
 Row = Mapping[str, Any]
+
 _Test = Callable[[Row], bool]
 
 

@@ -9,18 +9,25 @@ from typing import Any, cast
 import numpy as np
 from safetensors.numpy import save
 
-from .. import store
-from ..config import ClusterConfig, ConfigError
-from ..places import place
-from . import Fit, State, Sum, build
-from .directions import save_directions
-from .shards import recompute, recompute_on_ray
+from ..config.schema import AggregateConfig
+from ..errors import ConfigError
+from ..folder import files
+from .base import Fit, Spread, State, Sum
+from .direction_files import save_directions
+from .recompute import recompute, recompute_apart
+from .registry import build
 
 
 def finalize(
-    run: Any, aggregates: Iterable[Any] | None = None, cluster: ClusterConfig | None = None, own: bool = False
+    run: Any, aggregates: Iterable[AggregateConfig] | None = None, spread: Spread | None = None, own: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """See `sweeps.aggregates.finalize`. With a `cluster`, sums are recomputed on Ray, one task per unit."""
+    """Merge a run's committed sums in unit order, run its fits, and write `RUN/aggregates/`. Returns name -> result.
+
+    `aggregates` replaces the `aggregate:` section of the run's own configuration. With `spread`, sums are recomputed in
+    other processes, unit by unit. Safe to repeat: everything written is derived, and is written to a temporary name and
+    renamed. Aggregates at an import path must be given, never read from the folder; `own`: the run's configuration is
+    the caller's, so that it may name code.
+    """
     entries = list(run.config.aggregate if aggregates is None else aggregates)
     if aggregates is None and not own:
         for entry in entries:
@@ -29,10 +36,10 @@ def finalize(
     results = {}
     for aggregate, entry in sorted(made, key=lambda pair: getattr(pair[0], "is_last", False)):
         finished = None
-        if cluster is not None and hasattr(aggregate, "each_place"):
-            cast(Any, aggregate).spread = (dict(entry.options or {}), cluster)
-        if isinstance(aggregate, Sum) and aggregates is not None and cluster is not None:
-            finished = aggregate.finish(recompute_on_ray(run, aggregate, dict(entry.options), cluster))
+        if spread is not None and hasattr(aggregate, "each_place"):
+            cast(Any, aggregate).spread = (dict(entry.options or {}), spread)
+        if isinstance(aggregate, Sum) and aggregates is not None and spread is not None:
+            finished = aggregate.finish(recompute_apart(run, aggregate, dict(entry.options), spread))
         elif isinstance(aggregate, Sum):
             finished = _finished(run, aggregate, stored=aggregates is None)
         result = aggregate.fit(run, finished) if isinstance(aggregate, Fit) else finished
@@ -62,22 +69,22 @@ def _finished(run: Any, aggregate: Sum, stored: bool) -> dict[str, Any]:
     return aggregate.finish(recompute(run, aggregate) if merged is None else merged)
 
 
-def _write(root: store.Root, name: str, result: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def _write(root: files.Root, name: str, result: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     tensors, arrays = result.pop("tensors", {}), result.pop("arrays", {})
     result = {"name": name, "options": options, **result}
     for written, kind in ((tensors, "safetensors"), (arrays, "arrays.safetensors")):
         if not written:
-            store.delete(root, f"aggregates/{name}.{kind}")  # of an earlier question
+            files.delete(root, f"aggregates/{name}.{kind}")  # of an earlier question
     if tensors:
         described = {key: value for key, value in result.items() if key not in ("cosines", "means")}
         provenance = {"run": str(root), "aggregate": name, **_plain(described)}
         save_directions(root, f"aggregates/{name}.safetensors", tensors, provenance)
     if arrays:
         found = {key: np.ascontiguousarray(value, dtype=np.float64) for key, value in arrays.items()}
-        store.replace(root, f"aggregates/{name}.arrays.safetensors", save(found))
+        files.replace(root, f"aggregates/{name}.arrays.safetensors", save(found))
     result = _plain(result)
     text = json.dumps(result, indent=1, sort_keys=False, allow_nan=False)
-    store.replace(root, f"aggregates/{name}.json", text.encode())
+    files.replace(root, f"aggregates/{name}.json", text.encode())
     return result
 
 
@@ -94,10 +101,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if np.isfinite(value) else None
     return value
-
-
-def read_results(root: store.Root) -> dict[str, dict[str, Any]]:
-    """Name -> result of every aggregate a run folder holds: directions first, `control...` last, by name between."""
-    files = (place(root) / "aggregates").glob("*.json")
-    files = sorted(files, key=lambda path: (path.stem != "directions", path.stem.startswith("control"), path.stem))
-    return {path.stem: json.loads(path.read_text()) for path in files}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
-from pathlib import Path
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -15,21 +13,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from .. import rows, store, tables
-from ..config import AggregateConfig, ClusterConfig
-from ..places import arrow, place
-from . import CellResult, State, Sum, build
+from ..folder import rows, schemas
+from ..folder.place import arrow, place
+from ..folder.reader import RunFolder
+from .base import CellResult
 from .columns import short_names
 from .source import POOLS
 
 if TYPE_CHECKING:
-    from ..store import Commit
+    from ..folder.commits import Commit
+
 
 INDEX = (
     "cell", "trunk", "participant", "message_idx", "layer", "pool", "selection", "num_pooled", "removed", "phases", "file",
     "key", "row_start", "row_end",
 )  # fmt: skip
 """Columns of `records` that an index has, besides the site."""
+
 TEXTS = ["cell", "trunk", "participant", "pool", "selection", "file", "key"]
 
 
@@ -40,7 +40,7 @@ class Shard:
     where `run` is what `sweeps capture` added to it.
     """
 
-    def __init__(self, run: Any, commit: Commit, base: Any = None):
+    def __init__(self, run: RunFolder, commit: Commit, base: RunFolder | None = None):
         self.run, self.commit, self.config = run, commit, run.config
         self.base, self._inside = (run, "") if base is None else (base, f"captures/{run.root.name}/")
 
@@ -120,7 +120,7 @@ class Shard:
         if found:
             return pa.concat_tables(found)
         text = pa.dictionary(pa.int32(), pa.string())
-        types = {name: text if name in (*TEXTS, "site") else tables.RECORDS.field(name).type for name in columns}
+        types = {name: text if name in (*TEXTS, "site") else schemas.RECORDS.field(name).type for name in columns}
         return pa.table({name: pa.array([], kind) for name, kind in {**types, "site": text}.items()})
 
     def results(self, records: bool = True) -> Iterator[CellResult]:
@@ -148,12 +148,24 @@ class Shard:
             )
 
 
+class ShardedRun(RunFolder):
+    """A run folder as aggregates read it: one shard per committed unit."""
+
+    def shards(self, added: bool = True) -> Iterator[Shard]:
+        """What each unit holds, one after the other, in order of unit id; then, with `added`, what captures added."""
+        for commit in self.commits():
+            yield Shard(self, commit)
+        for capture in self.captures if added else ():
+            for commit in capture.commits():
+                yield Shard(capture, commit, base=self)
+
+
 def _leaves(kind: pa.DataType) -> int:
     """Columns of a Parquet file that a type takes."""
     return sum(_leaves(kind.field(i).type) for i in range(kind.num_fields)) if kind.num_fields else 1
 
 
-POOL = sum(_leaves(field.type) for field in itertools.takewhile(lambda f: f.name != "pool", tables.RECORDS))
+POOL = sum(_leaves(field.type) for field in itertools.takewhile(lambda f: f.name != "pool", schemas.RECORDS))
 """Which of a file's columns `pool` is."""
 
 
@@ -178,66 +190,3 @@ def _may_hold(column: Any, pools: Sequence[str | None]) -> bool:
 def _site(path: str) -> str:
     """The site in a path `records/model=<m>/site=<s>/...`."""
     return unquote(path.split("/")[2].removeprefix("site="))
-
-
-def added(state: State, shard: Shard, aggregate: Sum) -> State:
-    """A sum's state with one unit's stored data: what the replica streamed, to rounding."""
-    if add_shard := getattr(aggregate, "add_shard", None):
-        add_shard(state, shard)
-        return state
-    for result in shard.results(records=getattr(aggregate, "reads_records", True)):
-        aggregate.add(state, result)
-    return state
-
-
-def shards_of(run: Any, aggregate: Sum) -> Iterator[Shard]:
-    """The units a sum is taken over: of what `sweeps capture` added, too, where it is a sum over records."""
-    return run.shards(added=hasattr(aggregate, "add_shard"))
-
-
-def recompute(run: Any, aggregate: Sum) -> State:
-    """A sum's state over all committed data, unit by unit, in order of unit id."""
-    state = aggregate.zero()
-    for shard in shards_of(run, aggregate):
-        state = added(state, shard, aggregate)
-    return state
-
-
-def unit_state(root: str, unit: str, name: str, options: dict[str, Any]) -> State:
-    """A sum's state over one unit, from plain values, for another process."""
-    run = opened(root)
-    commit = store.read_commit(root, unit)
-    assert commit is not None, f"unit {unit} has no commit"
-    aggregate: Any = build([AggregateConfig(name=name, options=options)], run.config)[0]
-    return added(aggregate.zero(), Shard(run, commit), aggregate)
-
-
-@lru_cache(maxsize=2)
-def opened(root: str) -> Any:
-    from .. import run
-
-    return run.open(root)
-
-
-def root_of(run: Any) -> str:
-    """A run's folder or URL, for another process."""
-    return str(run.root.absolute() if isinstance(run.root, Path) else run.root)
-
-
-def recompute_on_ray(run: Any, aggregate: Sum, options: dict[str, Any], cluster: ClusterConfig) -> State:
-    """`recompute` with one Ray task per unit; the states are merged in order of unit id as they arrive."""
-    from ..executors.ray import spread
-
-    calls = [(root_of(shard.run), shard.commit.unit, aggregate.name, options) for shard in shards_of(run, aggregate)]
-    state, early, next_one = aggregate.zero(), {}, 0
-    for number, found in spread("sweeps.aggregates.shards:unit_state", calls, cluster):
-        early[number] = found
-        while next_one in early:
-            state = aggregate.merge(state, early.pop(next_one))
-            next_one += 1
-    return state
-
-
-def by_key(values: dict[str, Any]) -> str:
-    """Some columns' values as one stable text."""
-    return json.dumps(values, sort_keys=True, default=str)

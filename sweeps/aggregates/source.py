@@ -13,14 +13,15 @@ import pyarrow.compute as pc
 from interlens.interp.select import Select
 from interlens.statistics import as_float64, norm_filter
 
-from ..selection import parse_tokens
+from ..config.limits import PHASES, POOLS
+from ..config.tokens import parse_tokens
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-POOLS = ("mean", "last", "max", None)
-PHASES = ("prompt", "reasoning", "answer")
+
 WEIGHTS = ("token", "message")
+
 UNCOUNTED = "weight: token, but a stored mean does not say how many tokens are in it"
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from .markup import Markup, join, number, tag
 
 SIZE = (560, 300)
+
 LEFT, RIGHT, TOP, BOTTOM = 68, 16, 14, 44
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..aggregates.results import read_results
 from ..analyzers import UNITS
+from ..folder.results import read_results
 from .markup import interval, number
-from .results import table_title
+from .sections import table_title
 
 LINES = 10
 
@@ -241,6 +241,7 @@ def _outcome_table(result: dict[str, Any]) -> list[str]:
 
 
 KINDS = {"lda": "LDA", "logistic": "Logistic regression"}
+
 SAID = {
     "difference_of_means": _directions,
     "outcomes": _outcomes,

@@ -14,6 +14,7 @@ class Markup(str):
 
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
+
 _VOID = {"meta", "br", "line", "rect", "circle", "path"}
 
 

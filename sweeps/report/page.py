@@ -8,24 +8,24 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from .. import store
-from ..aggregates.results import read_results
-from ..places import Remote, place
+from ..folder import files as folder_files
+from ..folder.place import Remote, place
+from ..folder.results import read_results
 from .charts import Point, Series, chart
 from .findings import same_measure, sentences, title
 from .markup import Markup, interval, join, number, table, tag, text
-from .results import SECTIONS
+from .sections import SECTIONS
 from .transcripts import tree
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """Enforced by the browser: no script, image, font or connection, whatever a model has written."""
 
 
-def write(run: Any, path: str | Path | None = None) -> Path | Remote:
-    """Write the page of `run`; see `sweeps.report.write_report`."""
+def write_report(run: Any, path: str | Path | None = None) -> Path | Remote:
+    """Write the page of `run` (default `RUN/report/index.html`) and return where it is. No external requests."""
     data = render(run).encode("utf-8")
     if path is None:
-        store.replace(run.root, "report/index.html", data)
+        folder_files.replace(run.root, "report/index.html", data)
         return place(run.root) / "report" / "index.html"
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(data)

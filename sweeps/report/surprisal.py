@@ -7,11 +7,12 @@ from typing import Any
 
 from interlens import sources
 
-from .. import shapes
+from ..plan import model_sizes
 from .markup import Markup, join, number, tag
 
 EDGES = (0.5, 1.0, 2.0, 4.0, 6.0)
 """In nats: below the first a token has no colour; 0.5 is a chance of 61 %, 6 of 0.25 %."""
+
 COLUMNS = ["tokens", "phases", "logprobs"]
 
 Decode = Callable[[Sequence[int]], str]
@@ -32,7 +33,7 @@ def decoders(run: Any) -> dict[str, Decode]:
 def _tokenizer(config: Any, model: str | None) -> Any:
     from transformers import AutoTokenizer
 
-    source = shapes.model(config, model or "").source
+    source = model_sizes.model(config, model or "").source
     if source in sources.EMBEDDED:
         folders = sorted((sources.cache_dir() / "models").glob(f"{source}-*/config.json"))
         source = str(folders[0].parent) if folders else source

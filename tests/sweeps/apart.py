@@ -11,7 +11,9 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["sweeps.driver", "sweeps.replica", "tests.sweeps.fakes", "tests.sweeps.small"])
+_context.set_forkserver_preload(
+    ["sweeps.driver.entry", "sweeps.replica.replica", "tests.sweeps.fakes", "tests.sweeps.small"]
+)
 
 
 def start(function: Callable[..., Any], *arguments: Any, **env: str) -> BaseProcess:

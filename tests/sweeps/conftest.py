@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 
-from sweeps import driver
+from sweeps.driver import entry
 from tests.sweeps import nodes
 from tests.sweeps.faulty import FaultyStore
 from tests.sweeps.small import build_model, contents, settings
@@ -23,7 +23,7 @@ def model(tmp_path_factory):
 def undisturbed(model, tmp_path_factory):
     """What the 32 cells of `small.settings` over 8 items are where nothing happens."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert driver.run(settings(model, num_items=8), folder) == 0
+    assert entry.run(settings(model, num_items=8), folder) == 0
     return contents(folder)
 
 

@@ -8,8 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from sweeps import store
-from sweeps.config import (
+from sweeps.config.schema import (
     BranchConfig,
     ClusterConfig,
     ParticipantConfig,
@@ -20,7 +19,8 @@ from sweeps.config import (
     TrunkConfig,
 )
 from sweeps.failpoints import reach
-from sweeps.units import part_of, unpack
+from sweeps.folder import commits
+from sweeps.folder.cells import part_of, unpack
 
 
 def config(rows, *, turns=0, trunk_seeds=1, seeds=2, unit_cells=4, cluster=None, **run) -> SweepConfig:
@@ -74,7 +74,7 @@ class FakeReplica:
         held, failed, trunks = [], [], []
         for trunk in unit.trunks:
             if trunk.id in trunk_units:
-                assert trunk.id in store.read_commit(self.root, trunk_units[trunk.id]).trunks
+                assert trunk.id in commits.read_commit(self.root, trunk_units[trunk.id]).trunks
                 continue
             if unit.items[trunk.item]["do"] == "kill_trunk":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -98,7 +98,7 @@ class FakeReplica:
         if left and not (held or failed or trunks):
             return {"unit": unit.id, "outcome": "returned"}
         children = [part_of(unit, f"{unit.id}.0", left).to_dict()] if left else []
-        commit = store.Commit(
+        commit = commits.Commit(
             unit=unit.id,
             attempt=os.urandom(4).hex(),
             cells=tuple(c.id for c in held),
@@ -107,7 +107,7 @@ class FakeReplica:
             children=tuple(children),
         )
         reach("writer.before_commit")
-        outcome = store.write_commit(self.root, commit)
+        outcome = commits.write_commit(self.root, commit)
         reach("writer.committed")
         return {"unit": unit.id, "outcome": outcome, "failed": len(failed), "first_error": "it was told to"}
 

@@ -7,10 +7,11 @@ import threading
 import time
 from collections import Counter
 
-from sweeps import driver, store
-from sweeps.places import place
-from sweeps.planfile import PlanFile
-from sweeps.verify import verify
+from sweeps.driver import entry
+from sweeps.folder import commits as folder_commits
+from sweeps.folder.place import place
+from sweeps.folder.plan_reader import PlanFile
+from sweeps.folder.verify import verify
 from tests.sweeps.fakes import config
 from tests.sweeps.small import settings
 
@@ -46,11 +47,11 @@ class Sweep:
 
     def __call__(self, model, nodes=None, **changes):
         where = on_nodes(self.cluster.address, **(nodes or {}))
-        return driver.run(settings(model, cluster=where, **changes), self.folder)
+        return entry.run(settings(model, cluster=where, **changes), self.folder)
 
     def scripted(self, rows, nodes=None, **options):
         where = on_nodes(self.cluster.address, **(nodes or {}))
-        return driver.run(config(rows, cluster=where, **options), self.folder, replica=SCRIPTED)
+        return entry.run(config(rows, cluster=where, **options), self.folder, replica=SCRIPTED)
 
     @property
     def events(self):
@@ -70,7 +71,7 @@ class Sweep:
 
     def settled(self):
         """Cells that are held and cells that failed, after checking that each belongs to one commit, and every file."""
-        commits = {commit.unit: commit for commit in store.list_commits(self.folder)}
+        commits = {commit.unit: commit for commit in folder_commits.list_commits(self.folder)}
         held = Counter(cell for commit in commits.values() for cell in commit.cells)
         failed = Counter(
             cell for commit in commits.values() if f"{commit.unit}.r" not in commits for cell in commit.failed

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from sweeps import run as reader
+from sweeps import run as sweeps_run
 from sweeps.compose import from_plain
 from tests.conversation.tokenizers import CHATML, make
 from tests.tiny import tiny
@@ -78,7 +78,7 @@ def analyze(conversation):
 
 def contents(folder):
     """Cell -> its whole conversation with tokens, and every record's address and values."""
-    run = reader.open(folder)
+    run = sweeps_run.open(folder)
     cells = [row["cell"] for row in run.cells.to_pylist() if row["state"] == "done"]
     talk = {
         cell: [(m.author, m.content, m.fed.generated if m.fed else None) for m in run.messages(cell)] for cell in cells

@@ -9,10 +9,11 @@ import pyarrow as pa
 import torch
 
 from interlens.interp.activation_cache import ActivationRecord
-from sweeps.aggregates import CellResult, build
-from sweeps.config import AxisConfig, InterventionConfig, ParticipantConfig, ScenarioConfig, SweepConfig
-from sweeps.plan import Cell
-from sweeps.tables import FAILURES, MESSAGES
+from sweeps.aggregates import CellResult
+from sweeps.aggregates.registry import build
+from sweeps.config.schema import AxisConfig, InterventionConfig, ParticipantConfig, ScenarioConfig, SweepConfig
+from sweeps.folder.cells import Cell
+from sweeps.folder.schemas import FAILURES, MESSAGES
 
 
 def record(vector, participant="bob", layer=16, message_idx=4, pool="mean", num_pooled=5):

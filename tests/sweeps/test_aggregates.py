@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from interlens import SteeringSpec
 from interlens.message import Message
-from sweeps.aggregates import SHORT_NAMES, Fit, Sum, build, finalize, kinds
-from sweeps.aggregates.directions import direction_of, read_directions, save_directions
-from sweeps.aggregates.results import read_results
-from sweeps.config import AggregateConfig
+from sweeps.aggregates import Fit, Sum
+from sweeps.aggregates.direction_files import direction_of, save_directions
+from sweeps.aggregates.registry import SHORT_NAMES, build, kinds
+from sweeps.aggregates.results import finalize
+from sweeps.config.schema import AggregateConfig
+from sweeps.folder.results import read_directions, read_results
 
 from .stored import StoredRun, record, results, steer
 

@@ -3,9 +3,9 @@
 import pyarrow as pa
 import pytest
 
-from sweeps import aggregates
+from sweeps.aggregates import registry
 from sweeps.aggregates.columns import columns, evaluated, read_labels, short_names
-from sweeps.config import AggregateConfig
+from sweeps.config.schema import AggregateConfig
 
 from .stored import StoredRun, results
 
@@ -63,4 +63,4 @@ def test_labels_that_cannot_be_joined_are_refused(tmp_path):
         read_labels(str(tmp_path / "none.csv"))
     with pytest.raises(ValueError, match=r"label.<column> \(with labels: FILE\)"):
         options = {"contrast": "label.good == 1 vs label.good == 0"}
-        aggregates.build([AggregateConfig(name="directions", options=options)], RUN.config)
+        registry.build([AggregateConfig(name="directions", options=options)], RUN.config)

@@ -13,15 +13,16 @@ from interlens.interp.activation_cache import ActivationRecord
 from interlens.interp.expert_load import js_divergence, routing_stats
 from interlens.interp.routing import capture_router_logits, moe_num_experts, routing_of
 from interlens.loading import load
-from sweeps import driver
-from sweeps.aggregates import CellResult, Sum, build
-from sweeps.aggregates.results import read_results
-from sweeps.aggregates.shards import recompute
-from sweeps.config import AggregateConfig, CaptureConfig, ParticipantConfig, ScenarioConfig, SweepConfig
-from sweeps.plan import Cell
-from sweeps.report.results import SECTIONS
-from sweeps.routing import routing_rows
-from sweeps.verify import verify
+from sweeps.aggregates import CellResult, Sum
+from sweeps.aggregates.recompute import recompute
+from sweeps.aggregates.registry import build
+from sweeps.config.schema import AggregateConfig, CaptureConfig, ParticipantConfig, ScenarioConfig, SweepConfig
+from sweeps.driver import entry as driver_entry
+from sweeps.folder.cells import Cell
+from sweeps.folder.results import read_results
+from sweeps.folder.verify import verify
+from sweeps.replica.routing import routing_rows
+from sweeps.report.sections import SECTIONS
 from tests.conversation.tokenizers import CHATML, make
 from tests.sweeps import small
 from tests.tiny import tiny
@@ -131,7 +132,7 @@ def run(tmp_path_factory):
         capture=[{**both, "tokens": "answer"}, {**both, "tokens": "generated"}],
         aggregate={"routing_stats": {"by": ["framing"]}, "seeds": {"kind": "routing_stats", "by": "branch_seed"}},
     )  # fmt: skip
-    assert driver.run(config, folder / "run") == 0
+    assert driver_entry.run(config, folder / "run") == 0
     return sweeps.open(folder / "run")
 
 

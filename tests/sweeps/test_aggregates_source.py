@@ -8,13 +8,14 @@ import torch
 
 import sweeps
 from interlens.interp.activation_cache import ActivationRecord
-from sweeps import aggregates, folder
-from sweeps.aggregates import CellResult
-from sweeps.aggregates.results import read_results
-from sweeps.aggregates.shards import recompute
-from sweeps.config import AggregateConfig, ConfigError
-from sweeps.plan import expand
-from sweeps.writer import UnitWriter
+from sweeps.aggregates import CellResult, registry, results
+from sweeps.aggregates.recompute import recompute
+from sweeps.config.schema import AggregateConfig
+from sweeps.driver import enter
+from sweeps.errors import ConfigError
+from sweeps.folder.results import read_results
+from sweeps.folder.writer import UnitWriter
+from sweeps.plan.expand import expand
 from tests.sweeps import talk
 
 CONTRAST = "framing == 'warm' vs framing == 'cold'"
@@ -40,11 +41,11 @@ def run(tmp_path_factory):
                for name, options in CHOICES.items() for kind in ("difference_of_means",)}  # fmt: skip
     entries |= {f"moments.{name}": {"kind": "moments", "by": "framing", **o} for name, o in CHOICES.items()}
     config = talk.config(tmp_path_factory.mktemp("run"), aggregate=entries)
-    folder.enter(config, config.run.dir)
+    enter.enter(config, config.run.dir)
     rng, kept = np.random.default_rng(0), []
     for unit in expand(config):
         writer = UnitWriter(config.run.dir, unit, {"alice": "tiny", "bob": "tiny"})
-        sums = aggregates.sums(aggregates.build(config.aggregate))
+        sums = registry.sums(registry.build(config.aggregate))
         states = {made.name: made.zero() for made in sums}
         for trunk in unit.trunks:
             writer.add_trunk(trunk.id, [talk.said("alice", "hi")])
@@ -62,7 +63,7 @@ def run(tmp_path_factory):
             writer.add_sums(made.name, states[made.name])
         writer.commit()
     opened = sweeps.open(config.run.dir)
-    aggregates.finalize(opened)
+    results.finalize(opened)
     opened.kept = kept
     return opened
 
@@ -121,7 +122,7 @@ def test_each_choice_of_rows_equals_a_plain_computation(run, name):
 def test_each_choice_streams_as_it_is_recomputed(run, name):
     for kind in ("difference_of_means", "moments"):
         entry = next(entry for entry in run.config.aggregate if entry.name == f"{kind}.{name}")
-        made = aggregates.build([entry], run.config)[0]
+        made = registry.build([entry], run.config)[0]
         streamed = functools.reduce(made.merge, [dict(s) for s in run.sums(entry.name)], made.zero())
         again = recompute(run, made)
         assert streamed.keys() == again.keys() and streamed
@@ -132,12 +133,12 @@ def test_each_choice_streams_as_it_is_recomputed(run, name):
 def test_captures_with_one_pool_are_kept_apart_and_named_apart(run):
     entry = AggregateConfig(name="both", options={"kind": "difference_of_means", "contrast": CONTRAST, "draws": 20,
                                                   "permutations": 0})  # fmt: skip
-    found = aggregates.finalize(run, [entry])["both"]
+    found = results.finalize(run, [entry])["both"]
     assert [e["selection"] for e in found["directions"]] == [ANSWER, PROMPT]
     answers = read_results(run.root)["difference_of_means.answers"]["directions"][0]
     assert found["directions"][0]["norm"] == answers["norm"]
     assert found["directions"][0]["tensor"] == f"residual.1@bob.mean#{ANSWER}"
-    probes = aggregates.finalize(
+    probes = results.finalize(
         run, [AggregateConfig(name="probe_eval", options={**entry.options, "kind": "probe_eval"})]
     )
     assert {(p["selection"], p["method"]) for p in probes["probe_eval"]["probes"]} == {
@@ -151,14 +152,14 @@ def test_sums_of_an_earlier_version_are_recomputed(run, monkeypatch):
     earlier = [{key.replace(f"#{ANSWER}", ""): value for key, value in state.items()} for state in run.sums(name)]
     monkeypatch.setattr(run, "sums", lambda name: iter(earlier))
     before = read_results(run.root)[name]
-    aggregates.finalize(run)
+    results.finalize(run)
     assert read_results(run.root)[name]["directions"] == before["directions"]
 
 
 @pytest.mark.parametrize(
     "options, complaint",
     [
-        ({"pool": "median"}, "pool is 'median'; possible: mean, last, max, null"),
+        ({"pool": "median"}, "pool is 'median'; possible: null, mean, last, max"),
         ({"phase": "answer"}, "phase: answer chooses among tokens"),
         ({"pool": None, "phase": "thought"}, "phase is 'thought'; possible: null, prompt, reasoning, answer"),
         ({"pool": "last", "weight": "token"}, "weight: token needs means or tokens"),
@@ -173,7 +174,7 @@ def test_impossible_choices_are_refused(tmp_path, options, complaint):
 
 
 def built(kind, **options):
-    return aggregates.build([AggregateConfig(name=kind, options=options)])[0]
+    return registry.build([AggregateConfig(name=kind, options=options)])[0]
 
 
 def alone(run, made, *records):

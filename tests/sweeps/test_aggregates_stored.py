@@ -13,18 +13,21 @@ from pyarrow import csv
 import sweeps
 from interlens.interp.activation_cache import ActivationRecord
 from interlens.message import Message
-from sweeps import aggregates, cli, folder
-from sweeps.aggregates import CellResult
-from sweeps.aggregates.directions import read_directions
-from sweeps.aggregates.places import leaks
-from sweeps.aggregates.results import read_results
-from sweeps.aggregates.shards import Shard, added, recompute
+from sweeps import cli
+from sweeps.aggregates import CellResult, registry, results
+from sweeps.aggregates.recompute import added, recompute
+from sweeps.aggregates.shards import Shard
+from sweeps.aggregates.vectors import leaks
 from sweeps.analyzers import enthusiasm_rate
-from sweeps.config import AggregateConfig, ConfigError
-from sweeps.inputs import hashes
-from sweeps.plan import expand
-from sweeps.report import write_report
-from sweeps.writer import UnitWriter
+from sweeps.config.schema import AggregateConfig
+from sweeps.driver import enter
+from sweeps.errors import ConfigError
+from sweeps.folder.results import read_directions, read_results
+from sweeps.folder.writer import UnitWriter
+from sweeps.plan.expand import expand
+from sweeps.plan.inputs import hashes
+from sweeps.report.findings import sentences
+from sweeps.report.page import write_report
 from tests.sweeps import talk
 
 CONTRAST = "framing == 'warm' vs framing == 'cold'"
@@ -69,12 +72,12 @@ def run(tmp_path_factory):
         },
         scenario={**talk.SCENARIO, "logprobs": True},
     )
-    folder.enter(config, config.run.dir)
+    enter.enter(config, config.run.dir)
     rng = np.random.default_rng(0)
     memory = []
     for unit in expand(config):
         writer = UnitWriter(config.run.dir, unit, {"alice": "tiny", "bob": "tiny"})
-        sums = aggregates.sums(aggregates.build(config.aggregate))
+        sums = registry.sums(registry.build(config.aggregate))
         states = {made.name: made.zero() for made in sums}
         for n, trunk in enumerate(unit.trunks):
             said = [Message("moderator", "hello"), talk.said("alice", "hi", n)]
@@ -93,7 +96,7 @@ def run(tmp_path_factory):
             writer.add_sums(made.name, states[made.name])
         assert writer.commit() == "won"
     opened = sweeps.open(config.run.dir)
-    aggregates.finalize(opened)
+    results.finalize(opened)
     opened.memory = memory
     return opened
 
@@ -114,7 +117,7 @@ def assert_equal(a, b):
 
 def named(run, name):
     entry = next(entry for entry in run.config.aggregate if entry.name == name)
-    return aggregates.build([entry], run.config)[0]
+    return registry.build([entry], run.config)[0]
 
 
 def in_memory(run, made):
@@ -180,7 +183,7 @@ def test_labels_join_by_cell_and_message(run, tmp_path, suffix):
     csv.write_csv(table, path) if suffix == "csv" else pq.write_table(table, path)
     options = {"contrast": "label.good == 1 vs label.good == 0", "labels": path, "draws": 50, "permutations": 0,
                "kind": "difference_of_means"}  # fmt: skip
-    found = aggregates.finalize(run, [AggregateConfig(name="labelled", options=options)])["labelled"]["directions"][0]
+    found = results.finalize(run, [AggregateConfig(name="labelled", options=options)])["labelled"]["directions"][0]
     assert found["num_pos"] + found["num_neg"] == 20 and found["num_neither"] == 4
     assert found["evaluation"]["num_pos"] == found["num_pos"]
     (run.root / "aggregates/labelled.json").unlink()
@@ -226,7 +229,7 @@ def test_leaks_are_warned_of(run):
     copied = replace(data, x=np.ones_like(data.x))
     assert leaks(copied, "item") == ["copies leak: 1 vectors are exactly equal across groups of item"]
     by_item = {"kind": "lda", "contrast": "item == 'i0' vs item == 'i1'", "permutations": 0, "draws": 20}
-    found = aggregates.finalize(run, [AggregateConfig(name="leaky", options=by_item)])["leaky"]["directions"][0]
+    found = results.finalize(run, [AggregateConfig(name="leaky", options=by_item)])["leaky"]["directions"][0]
     assert "one label only" in found["evaluation"]["warnings"][0]
     page = write_report(run).read_text(encoding="utf-8")
     (run.root / "aggregates/leaky.json").unlink()
@@ -270,7 +273,7 @@ def test_outcomes_are_paired_over_the_stored_table(run):
 def test_the_page_and_the_closing_lines(run):
     page = write_report(run).read_text(encoding="utf-8")
     assert "It is &lt;b&gt;bad&lt;/b&gt;." in page and page.count("trunk seed") == 6
-    lines = aggregates.findings(run)
+    lines = sentences(run)
     assert lines[0] == "24 of 24 cells finished, over 3 items; none failed."
     assert all(line in page.replace("&#x27;", "'") for line in lines)
 
@@ -286,8 +289,8 @@ def test_the_page_shows_every_kind_of_result(run):
         "Logistic</h2>",
     ):
         assert heading in page
-    told = " ".join(aggregates.findings(run))
-    assert "LDA, framing == 'warm' vs framing == 'cold': held-out AUROC" in told and len(aggregates.findings(run)) <= 10
+    told = " ".join(sentences(run))
+    assert "LDA, framing == 'warm' vs framing == 'cold': held-out AUROC" in told and len(sentences(run)) <= 10
 
 
 def test_the_command_recomputes_from_what_is_stored(run, capsys):

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from sweeps import driver, progress
-from sweeps import run as reader
+from sweeps import run as sweeps_run
 from sweeps.compose import from_plain
-from sweeps.config import ConfigError
-from sweeps.verify import verify
+from sweeps.driver import entry
+from sweeps.errors import ConfigError
+from sweeps.folder import status
+from sweeps.folder.verify import verify
 from tests.conversation.server import ChatServer, serve
 
 
@@ -36,9 +37,9 @@ def settings(url, items=4, **changes):
 def test_all_conversations_share_one_limit_and_only_unanswered_turns_are_asked_again(tmp_path):
     chat = ChatServer([("status", 503, {"Retry-After": "0"}), "cut"], pause_s=0.02)
     with serve(chat) as url:
-        assert driver.run(settings(url, max_in_flight=3), tmp_path / "run") == 0
+        assert entry.run(settings(url, max_in_flight=3), tmp_path / "run") == 0
     assert chat.most_in_flight == 3 and len(chat.requests) == 16 + 2
-    run = reader.open(tmp_path / "run")
+    run = sweeps_run.open(tmp_path / "run")
     assert sum(commit.counters["cost"] for commit in run.commits()) == pytest.approx(1.6)
     prompts = {body["messages"][0]["content"] for body in chat.requests if body["messages"][0]["role"] == "system"}
     assert {f"You are i{n}." for n in range(4)} <= prompts, "what they share is no prompt"
@@ -54,9 +55,9 @@ def test_judges_are_within_the_limit_and_the_budget(tmp_path):
         del plain["inputs"]
         plain["grid"], plain["aggregate"] = {}, {}
         config = from_plain({**plain, "scenario": {**plain["scenario"], "judges": {"warmth": judge}}})
-        assert driver.run(config, tmp_path / "run") == 0
+        assert entry.run(config, tmp_path / "run") == 0
     assert chat.most_in_flight == 2 and len(chat.requests) == 8 + 4
-    spent = sum(commit.counters["cost"] for commit in reader.open(tmp_path / "run").commits())
+    spent = sum(commit.counters["cost"] for commit in sweeps_run.open(tmp_path / "run").commits())
     assert spent == pytest.approx(1.2)
     with pytest.raises(ConfigError, match="without: warmth"):
         bare = {**judge, "prices": None}
@@ -70,20 +71,20 @@ def test_a_spent_budget_stops_like_a_signal_and_a_larger_one_goes_on(tmp_path, c
         plenty = settings(url, items=20, max_in_flight=2)
         assert plenty == replace(plenty, run=replace(plenty.run, max_cost=None))
         little = replace(plenty, run=replace(plenty.run, max_cost=1.0))
-        assert driver.run(little, folder) == 4
+        assert entry.run(little, folder) == 4
         while chat.in_flight:
             time.sleep(0.01)
         asked = len(chat.requests)
         assert 10 <= asked < 60 and "of run.max_cost=$1 are spent" in capsys.readouterr().err
-        counts = reader.open(folder).counts
+        counts = sweeps_run.open(folder).counts
         assert counts["done"] > 0 and counts["failed"] == 0 and counts["pending"] > 0
-        assert progress.events(folder)[-1]["code"] == 4
-        spent = sum(commit.counters["cost"] for commit in reader.open(folder).commits())
-        assert driver.run(replace(plenty, run=replace(plenty.run, max_cost=spent)), folder) == 4
+        assert status.events(folder)[-1]["code"] == 4
+        spent = sum(commit.counters["cost"] for commit in sweeps_run.open(folder).commits())
+        assert entry.run(replace(plenty, run=replace(plenty.run, max_cost=spent)), folder) == 4
         assert len(chat.requests) == asked, "the folder knows what was spent: nothing is asked before it stops"
         chat.pause_s = 0.0
-        assert driver.run(replace(plenty, run=replace(plenty.run, max_cost=100.0)), folder) == 0
-    assert reader.open(folder).counts == {"done": 40, "failed": 0, "pending": 0}
+        assert entry.run(replace(plenty, run=replace(plenty.run, max_cost=100.0)), folder) == 0
+    assert sweeps_run.open(folder).counts == {"done": 40, "failed": 0, "pending": 0}
 
 
 def test_a_budget_needs_prices():

@@ -11,7 +11,7 @@ import pytest
 
 import sweeps
 from sweeps.cli import main
-from sweeps.compose import conf_dir
+from sweeps.config.shipped import conf_dir
 
 SCRIPTED = [
     "scenario.items=[{id: a, topic: tea},{id: b, topic: rain}]",

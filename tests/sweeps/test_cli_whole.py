@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import sweeps
-from sweeps import estimate, store
 from sweeps.cli import main
-from sweeps.verify import verify
+from sweeps.driver import size
+from sweeps.folder import commits as folder_commits
+from sweeps.folder.reader import TABLES
+from sweeps.folder.verify import verify
 from tests.conversation import tokenizers
 from tests.tiny import tiny
 
@@ -116,10 +118,10 @@ def test_resuming_with_commits_lost_runs_only_what_is_missing(run, arguments):
 
 def test_the_plan_was_right_about_tokens_and_bytes(run):
     run = run.refresh()
-    planned = estimate.size(run.config)
+    planned = size.size(run.config)
     generated = pc.sum(pc.list_value_length(run.table("messages")["tokens"])).as_py()
     assert abs(planned.tokens - generated) <= 0.2 * generated
-    means = estimate.size(dataclasses.replace(run.config, capture=run.config.capture[:1])).tensor_bytes
+    means = size.size(dataclasses.replace(run.config, capture=run.config.capture[:1])).tensor_bytes
     assert means == sum(record.tensor.numel() * 4 for record in run.query(pool="mean"))
 
 
@@ -132,11 +134,9 @@ def test_the_plan_of_the_demo_is_within_a_fifth(tmp_path):
         == 0
     )
     run = sweeps.open(tmp_path / "run")
-    planned, commits = estimate.size(run.config), list(store.list_commits(run.root))
+    planned, commits = size.size(run.config), list(folder_commits.list_commits(run.root))
     generated = pc.sum(pc.list_value_length(run.table("messages")["tokens"])).as_py()
-    written = {
-        table: sum(f["bytes"] for c in commits for f in c.files if f["table"] == table) for table in sweeps.run.TABLES
-    }
+    written = {table: sum(f["bytes"] for c in commits for f in c.files if f["table"] == table) for table in TABLES}
     tensors = sum(f["bytes"] for c in commits for f in c.files if f["table"] == "activations")
     assert abs(planned.tokens - generated) <= 0.2 * generated
     assert abs(planned.bytes - tensors - sum(written.values())) <= 0.2 * tensors

@@ -184,14 +184,14 @@ def test_the_ray_job_fits_its_schema():
 
 
 def test_every_metric_is_documented():
-    from sweeps.metrics import METRICS
+    from sweeps.driver.executors.base import METRICS
 
     told = re.findall(r"`ray_sweeps_(\w+)`", (CLUSTER / "README.md").read_text())
     assert told == list(METRICS)
 
 
 def test_what_the_ray_job_runs_is_a_valid_configuration():
-    from sweeps.config import load
+    from sweeps.compose import load
 
     job = yaml.safe_load((CLUSTER / "kuberay" / "rayjob.yaml").read_text())
     command = job["spec"]["entrypoint"].split()

@@ -5,12 +5,13 @@ import json
 import pytest
 
 from interlens.interp.select import Select
-from sweeps import items
-from sweeps.compose import job_hash
-from sweeps.config import ConfigError, SweepConfig, load
-from sweeps.grid import conditions
-from sweeps.plan import applied
-from sweeps.selection import parse_tokens
+from sweeps.compose import job_hash, load
+from sweeps.config.grid import conditions
+from sweeps.config.schema import SweepConfig
+from sweeps.config.tokens import parse_tokens
+from sweeps.errors import ConfigError
+from sweeps.plan import items
+from sweeps.plan.normal import resolved
 from tests.sweeps import talk
 
 BASE = ["scenario=topics", "scenario.items=[{id: a, topic: x}]"]
@@ -167,7 +168,7 @@ def test_axes_in_every_form(tmp_path):
     assert len(points) == 12 and points[0] == {
         "framing": "warm", "trunk.temperature": 0, "intervention": "off", "scenario.participants.bob.temperature": 0.5
     }  # fmt: skip
-    under = applied(config, {**points[-1], "framing": "none"})
+    under = resolved(config, {**points[-1], "framing": "none"})
     assert under.scenario.framing is None and under.scenario.trunk.temperature == 1.0
     assert under.intervention[0].direction == "random:1" and under.intervention[0].tokens == "branch"
     assert under.scenario.participants["bob"].temperature == 0.5
@@ -177,7 +178,7 @@ def test_axes_in_every_form(tmp_path):
     assert [(axis.path, axis.labels) for axis in nested.grid] == [
         ("intervention.coef", (0, 4)), ("intervention.layers", ("a", "b"))
     ]  # fmt: skip
-    assert applied(nested, {"intervention.layers": "b"}).intervention[0].layers == (2,)
+    assert resolved(nested, {"intervention.layers": "b"}).intervention[0].layers == (2,)
 
 
 @pytest.mark.parametrize(("text", "select"), [

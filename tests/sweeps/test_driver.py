@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from sweeps import driver, store
-from sweeps.planfile import PlanFile
-from sweeps.progress import status
-from sweeps.verify import verify
+from sweeps.driver import entry
+from sweeps.folder import commits, files
+from sweeps.folder.plan_reader import PlanFile
+from sweeps.folder.status import status
+from sweeps.folder.verify import verify
 from tests.sweeps import apart, small
 from tests.sweeps.fakes import config, items
 
@@ -36,7 +37,7 @@ def ran(folder, what="cell"):
 def settled(folder):
     """Every cell of the plan -> the commits that hold it, and those that failed it."""
     held, failed = Counter(), Counter()
-    for commit in store.list_commits(folder):
+    for commit in commits.list_commits(folder):
         held.update(commit.cells)
         failed.update(commit.failed)
     return held, failed
@@ -47,7 +48,7 @@ def planned(folder):
 
 
 def run(settings, folder):
-    return driver.run(settings, folder, replica=FAKE)
+    return entry.run(settings, folder, replica=FAKE)
 
 
 def test_a_run_commits_every_cell_once_and_again_does_nothing(folder, capsys):
@@ -129,8 +130,8 @@ def test_max_hours_stops_with_everything_committed_so_far(folder, monkeypatch):
 def test_a_replica_that_cannot_load_ends_the_run_in_bounded_time(folder, capsys):
     settings = config(items(2), cluster={"max_deaths": 2})
     begun = time.monotonic()
-    assert driver.run(settings, folder, replica="tests.sweeps.fakes:Missing") in (1, 5)
-    assert driver.run(settings, folder, replica="tests.sweeps.test_driver:Broken") == 1
+    assert entry.run(settings, folder, replica="tests.sweeps.fakes:Missing") in (1, 5)
+    assert entry.run(settings, folder, replica="tests.sweeps.test_driver:Broken") == 1
     assert time.monotonic() - begun < 20
     assert "no weights here" in capsys.readouterr().err
 
@@ -157,13 +158,13 @@ def test_a_killed_driver_is_continued_by_the_same_command(folder, point):
     name, _, nth = point.partition("@")
     killed = command(folder, SWEEPS_FAILPOINTS=f"{name}=kill@{nth or 1}")
     assert apart.wait(killed) == -9
-    before = {commit.unit for commit in store.list_commits(folder)} if (folder / "_commits").exists() else set()
+    before = {commit.unit for commit in commits.list_commits(folder)} if (folder / "_commits").exists() else set()
     again = command(folder, SWEEPS_FAKE_PAUSE_S="0")
     assert apart.wait(again) == 0
     held, failed = settled(folder)
     assert set(held) == planned(folder) and set(held.values()) == {1} and not failed
-    assert before <= {commit.unit for commit in store.list_commits(folder)}
-    committed_first = {c for commit in store.list_commits(folder) if commit.unit in before for c in commit.cells}
+    assert before <= {commit.unit for commit in commits.list_commits(folder)}
+    committed_first = {c for commit in commits.list_commits(folder) if commit.unit in before for c in commit.cells}
     assert all(ran(folder)[cell] == 1 for cell in committed_first), "what was committed is not run again"
 
 
@@ -226,9 +227,9 @@ def test_what_cells_are_made_from_cannot_change_under_their_ids(folder, file, ol
 
 def test_a_run_shorter_than_an_interval_tells_its_tokens_and_their_rate(folder, model):
     settings = small.settings(model, run={"progress": "none", "interval_s": 600})
-    assert driver.run(settings, folder) == 0
-    shown = store.read_json(folder, "progress.json")
-    assert shown["tokens"] == sum(commit.counters["tokens"] for commit in store.list_commits(folder)) > 0
+    assert entry.run(settings, folder) == 0
+    shown = files.read_json(folder, "progress.json")
+    assert shown["tokens"] == sum(commit.counters["tokens"] for commit in commits.list_commits(folder)) > 0
     assert shown["tokens_per_s"] > 0
 
 
@@ -241,7 +242,7 @@ def test_sigterm_hands_the_rest_to_a_child_and_exits_4(folder):
     apart.until(lambda: ran(folder))
     process.terminate()
     assert apart.wait(process) == 4
-    assert any(commit.children for commit in store.list_commits(folder))
+    assert any(commit.children for commit in commits.list_commits(folder))
     assert apart.wait(command(folder, SWEEPS_FAKE_PAUSE_S="0")) == 0
     assert set(ran(folder).values()) == {1} and set(ran(folder, "trunk").values()) == {1}
     held, _ = settled(folder)

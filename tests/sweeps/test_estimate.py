@@ -4,10 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from sweeps import driver, estimate, folder
-from sweeps import run as reader
+from sweeps import errors
+from sweeps import run as sweeps_run
+from sweeps.commands import plan
 from sweeps.compose import from_plain
-from sweeps.plan import expand
+from sweeps.driver import enter, entry, size
+from sweeps.folder import space
+from sweeps.plan.expand import expand
 from tests.sweeps import talk
 from tests.sweeps.test_plan import STEER, scenario
 
@@ -25,65 +28,65 @@ from tests.sweeps.test_plan import STEER, scenario
 def test_counts_are_those_of_the_plan(tmp_path, change):
     config = talk.config(tmp_path, **change)
     units = list(expand(config))
-    found = estimate.size(config)
+    found = size.size(config)
     assert (found.cells, found.units) == (sum(len(u.cells) for u in units), len(units))
     assert found.items == 3 and found.trunks == len({c.trunk for u in units for c in u.cells})
 
 
 def test_tokens_and_tensors_are_counted_by_turn(tmp_path):
     config = talk.config(tmp_path, grid={})
-    found = estimate.size(config)
+    found = size.size(config)
     per_trunk, per_cell = 512 + 8, 512 + 8
     assert found.tokens == 6 * per_trunk + 12 * per_cell
     means, rows = 2 * 8 * 4, 8 * 8 * 4
     assert found.tensor_bytes == 12 * (means + rows), "bob's answer: two means, and 8 rows of float32"
     assert found.recomputed == 0
     branch = talk.config(tmp_path, grid={"scenario.branch.max_new_tokens": [4, 16]})
-    assert estimate.size(branch).tokens == 6 * per_trunk + 12 * (8 + 32)
+    assert size.size(branch).tokens == 6 * per_trunk + 12 * (8 + 32)
     whole = talk.config(tmp_path, grid={}, capture={"participants": ["bob"], "layers": [0], "tokens": "all"})
-    assert estimate.size(whole).recomputed > 12 * 512
-    assert "run through the model again" in estimate.describe(whole)
+    assert size.size(whole).recomputed > 12 * 512
+    assert "run through the model again" in plan.describe(whole)
 
 
 def test_edits_of_the_trunk_are_said(tmp_path):
-    assert "share no KV" not in estimate.describe(talk.config(tmp_path, intervention=STEER))
-    assert "share no KV" in estimate.describe(talk.config(tmp_path, intervention={**STEER, "tokens": "all - special"}))
+    assert "share no KV" not in plan.describe(talk.config(tmp_path, intervention=STEER))
+    assert "share no KV" in plan.describe(talk.config(tmp_path, intervention={**STEER, "tokens": "all - special"}))
 
 
 def test_sizes_read_well():
-    assert [estimate.human(n) for n in (0, 999, 1500, 2_500_000, 7e9, 3.2e12)] == [
+    assert [space.human(n) for n in (0, 999, 1500, 2_500_000, 7e9, 3.2e12)] == [
         "0 B", "999 B", "1.5 kB", "2.5 MB", "7.0 GB", "3.2 TB",
     ]  # fmt: skip
 
 
 def test_what_does_not_fit_the_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(estimate, "free_bytes", lambda root: estimate.RESERVE_BYTES + 1_000)
+    monkeypatch.setattr(space, "free_bytes", lambda root: space.RESERVE_BYTES + 1_000)
     config = talk.config(tmp_path)
-    with pytest.raises(folder.RunRefused, match=r"501\.0|500\.0 MB"):
-        folder.enter(config, config.run.dir)
+    with pytest.raises(errors.RunRefused, match=r"501\.0|500\.0 MB"):
+        enter.enter(config, config.run.dir)
     assert not (tmp_path / "run").exists()
     forced = talk.config(tmp_path, run={"dir": config.run.dir, "force": True})
-    assert folder.enter(forced, config.run.dir).state == "new"
-    assert folder.enter(config, config.run.dir).state == "same", "what runs already is not asked again"
+    assert enter.enter(forced, config.run.dir).state == "new"
+    assert enter.enter(config, config.run.dir).state == "same", "what runs already is not asked again"
 
 
 def test_sums_are_planned_too(tmp_path):
     """Of 8 values: bob's two pooled layers, under each of two framings; squares where the covariance is kept."""
     by = {"kind": "moments", "by": ["framing"]}
     config = talk.config(tmp_path, aggregate={"spread": by})
-    assert estimate.sums_bytes(config) == 4 * (8 * (8 + 8) + estimate.KEY_BYTES)
+    assert size.sums_bytes(config) == 4 * (8 * (8 + 8) + size.KEY_BYTES)
     square = talk.config(tmp_path, aggregate={"spread": {**by, "covariance": True}})
-    assert estimate.sums_bytes(square) == 4 * (8 * (8 + 64) + estimate.KEY_BYTES)
+    assert size.sums_bytes(square) == 4 * (8 * (8 + 64) + size.KEY_BYTES)
     of_items = talk.config(tmp_path, aggregate={"spread": {"kind": "moments", "by": ["item.topic"], "pool": None}})
-    assert estimate.sums_bytes(of_items) == 3 * (8 * (8 + 8) + estimate.KEY_BYTES)
-    assert estimate.size(square).other_bytes > estimate.size(talk.config(tmp_path, aggregate={})).other_bytes
+    assert size.sums_bytes(of_items) == 3 * (8 * (8 + 8) + size.KEY_BYTES)
+    assert size.size(square).other_bytes > size.size(talk.config(tmp_path, aggregate={})).other_bytes
 
 
 def test_what_does_not_fit_is_refused_by_the_driver_before_it_makes_the_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(estimate, "free_bytes", lambda root: estimate.RESERVE_BYTES + 1_000)
+    monkeypatch.setattr(space, "free_bytes", lambda root: space.RESERVE_BYTES + 1_000)
     people = {"ann": {"kind": "scripted", "lines": ["hi"]}}
     config = talk.config(tmp_path, scenario=scenario(participants=people), capture=None)
-    assert driver.run(config, config.run.dir) == 5
+    assert entry.run(config, config.run.dir) == 5
     assert "stay free" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
@@ -93,10 +96,10 @@ def test_one_unit_is_measured_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", None)
     people = {"ann": {"kind": "scripted", "lines": ["hi"]}, "ben": {"kind": "scripted", "lines": ["oh"]}}
     config = talk.config(tmp_path, scenario=scenario(participants=people), capture=None)
-    measured = estimate.measure(config)
+    measured = plan.measure(config)
     assert measured.cells == 8 and measured.bytes > 0 and not list((tmp_path / "scratch").iterdir())
     assert not (tmp_path / "run").exists()
-    assert "measured: 8 cells" in estimate.extrapolate(config, measured)
+    assert "measured: 8 cells" in plan.extrapolate(config, measured)
 
 
 def test_a_measured_unit_stands_for_its_share_of_all_tokens(tmp_path):
@@ -104,14 +107,12 @@ def test_a_measured_unit_stands_for_its_share_of_all_tokens(tmp_path):
               for name, dtype in (("tiny", "float32"), ("other", "bfloat16"))}  # fmt: skip
     config = talk.config(tmp_path, grid={"scenario.participants.bob.model": ["tiny", "other"]}, plan={"unit_cells": 4},
                          models=models)  # fmt: skip
-    units, total = list(expand(config)), estimate.size(config).tokens
+    units, total = list(expand(config)), size.size(config).tokens
     assert config.scenario.trunk.turns and len({unit.cast for unit in units}) == 2
-    assert sum(estimate.unit_budget(config, unit) for unit in units) == total > 0
-    budget = estimate.unit_budget(config, units[0])
-    measured = estimate.Measured(
-        cells=len(units[0].cells), seconds=2.0, load_s=0.0, tokens=budget, bytes=1, budget=budget
-    )
-    assert f"by that: {total} tokens" in estimate.extrapolate(config, measured)
+    assert sum(plan.unit_budget(config, unit) for unit in units) == total > 0
+    budget = plan.unit_budget(config, units[0])
+    measured = plan.Measured(cells=len(units[0].cells), seconds=2.0, load_s=0.0, tokens=budget, bytes=1, budget=budget)
+    assert f"by that: {total} tokens" in plan.extrapolate(config, measured)
 
 
 @pytest.mark.slow
@@ -133,9 +134,9 @@ def test_prompts_are_counted_within_a_fifth(tmp_path):
                     for layer, (which, special) in tokens.items()],
         "cluster": {"executor": "inline"}, "run": {"progress": "none", "dir": str(tmp_path / "run")},
     })  # fmt: skip
-    assert driver.run(config, config.run.dir) == 0
-    run = reader.open(config.run.dir)
+    assert entry.run(config, config.run.dir) == 0
+    run = sweeps_run.open(config.run.dir)
     for number, layer in enumerate(tokens):
         written = sum(r.tensor.numel() * r.tensor.element_size() for r in run.query(layer=layer))
-        planned = estimate.size(replace(config, capture=(config.capture[number],))).tensor_bytes
+        planned = size.size(replace(config, capture=(config.capture[number],))).tensor_bytes
         assert abs(planned - written) <= 0.2 * written, (tokens[layer], planned, written)

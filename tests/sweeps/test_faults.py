@@ -17,11 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from sweeps import driver, store
-from sweeps import run as reader
-from sweeps.aggregates.results import read_results
+from sweeps import run as sweeps_run
 from sweeps.cli import main
-from sweeps.lease import Lease
+from sweeps.driver import driver, entry
+from sweeps.folder import commits
+from sweeps.folder.lease import Lease
+from sweeps.folder.results import read_results
 from tests.sweeps import apart
 from tests.sweeps.nodes import Beside, add_node, on_nodes
 from tests.sweeps.small import build_model, contents, same, settings, trouble
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.slow
 def run(folder, address, model, changes=(), **where):
     """The 32 cells of `undisturbed` over 8 trunks, a unit each, as a process of its own would run them."""
     cluster = on_nodes(address, in_flight=1, **where)
-    return driver.run(settings(model, cluster=cluster, **{"num_items": 8, **dict(changes)}), folder)
+    return entry.run(settings(model, cluster=cluster, **{"num_items": 8, **dict(changes)}), folder)
 
 
 def armed(failpoints):
@@ -70,7 +71,7 @@ def test_replicas_killed_at_every_step_of_a_unit(sweep, model, tmp_path, monkeyp
         "scenario__participants": people,
         "models": {k: {"source": v, "dtype": "float32"} for k, v in sources.items()},
     }
-    assert driver.run(settings(model, **two), tmp_path / "undisturbed") == 0
+    assert entry.run(settings(model, **two), tmp_path / "undisturbed") == 0
     points = ("replica.loaded", "replica.started@2", "replica.in_forward@5", "writer.in_file", "writer.linked",
               "writer.before_commit", "writer.committed")  # fmt: skip
     armed = [f"{name}=kill@{nth or 1}" for name, _, nth in (point.partition("@") for point in points)]
@@ -106,7 +107,7 @@ def test_a_machine_that_stands_still_past_its_retrys_commit_and_goes_on_loses(
         os.kill(raylet, signal.SIGSTOP)
         try:
             sweep.wait_for("lost")
-            apart.until(lambda: len(list(store.list_commits(sweep.folder))) == 8)
+            apart.until(lambda: len(list(commits.list_commits(sweep.folder))) == 8)
             assert state(worker) == "T", "stopped, and not killed"
             os.kill(worker, signal.SIGCONT)
             time.sleep(2)
@@ -131,7 +132,7 @@ def state(pid):
 def test_random_kills_for_a_minute(sweep, model, tmp_path):
     """Replicas are killed a moment after they are ready, for as long as there is work."""
     much = {"num_items": 48, "seeds": 4, "unit_cells": 8}
-    assert driver.run(settings(model, **much), tmp_path / "undisturbed") == 0
+    assert entry.run(settings(model, **much), tmp_path / "undisturbed") == 0
     stop = threading.Event()
 
     def kill():
@@ -165,13 +166,13 @@ def test_a_driver_killed_at_every_phase_one_after_the_other_and_two_at_once(swee
 
     def killed(point):
         assert apart.wait(start(f"driver.{point}")) == -signal.SIGKILL, point
-        committed.append({c.unit for c in store.list_commits(sweep.folder)} if sweep.folder.exists() else set())
+        committed.append({c.unit for c in commits.list_commits(sweep.folder)} if sweep.folder.exists() else set())
 
     committed = [set()]
     for point in ("leased=kill", "planned=kill", "connected=kill", "dispatched=kill", "acked=kill"):
         killed(point)
     first = start("driver.acked=hang")
-    apart.until(lambda: len(list(store.list_commits(sweep.folder))) > len(committed[-1]))
+    apart.until(lambda: len(list(commits.list_commits(sweep.folder))) > len(committed[-1]))
     assert apart.wait(start()) == 5, "of two drivers the second is refused"
     first.kill()
     first.join()
@@ -215,7 +216,7 @@ def test_cells_that_kill_hang_and_raise_and_a_trunk_that_fails_end_alone(sweep, 
              {"id": "long", "topic": "and so on " * 200}]  # fmt: skip
     plan = {"scenario__items": [{"do": "", "while": "", **item} for item in items], "seeds": 1, "unit_cells": 2,
             "grid": {"framing": {"warm": "Be warm."}}}  # fmt: skip
-    assert driver.run(settings(model, **plan), tmp_path / "undisturbed") == 3
+    assert entry.run(settings(model, **plan), tmp_path / "undisturbed") == 3
     undisturbed = contents(tmp_path / "undisturbed")
     assert len(undisturbed[0]) == 4, "all but those of the trunk that does not fit"
 
@@ -227,7 +228,7 @@ def test_cells_that_kill_hang_and_raise_and_a_trunk_that_fails_end_alone(sweep, 
     assert apart.wait(start("driver.split=kill")) == -signal.SIGKILL
     assert apart.wait(start()) == 3
     held, failed = sweep.settled()
-    found = reader.open(sweep.folder)
+    found = sweeps_run.open(sweep.folder)
     item_of = {row["cell"]: row["item"] for row in found.cells.to_pylist()}
     assert {item_of[cell] for cell in held} == {"i0"} and len(failed) == 4
     errors = {item_of[row["cell"]]: row["error"] for row in found.table("failures").to_pylist() if row["cell"]}
@@ -255,15 +256,15 @@ def test_a_disk_that_fills_stops_the_run_and_loses_nothing(sweep, model, undistu
     try:
         monkeypatch.setattr(driver, "MIN_FREE_BYTES", 0)
         # No room to say that the lease is free: the second driver has to see that it is, and need not take a minute.
-        monkeypatch.setattr(driver, "Lease", lambda *place, **say: Lease(*place, **say, takeover_s=3.0))
+        monkeypatch.setattr(entry, "Lease", lambda *place, **say: Lease(*place, **say, takeover_s=3.0))
         sweep.folder = disk / "run"
         wanted = {"num_items": 8, "run": {"progress": "none", "interval_s": 0.2, "force": True}}
         assert sweep(model, **wanted) == 4
         assert "disk is full" in capsys.readouterr().err
-        kept = {commit.unit for commit in store.list_commits(sweep.folder)}
+        kept = {commit.unit for commit in commits.list_commits(sweep.folder)}
         subprocess.run(["mount", "-o", "remount,size=16m", str(disk)], check=True)
         assert sweep(model, **wanted) == 0
-        assert kept < {commit.unit for commit in store.list_commits(sweep.folder)}
+        assert kept < {commit.unit for commit in commits.list_commits(sweep.folder)}
         is_whole(sweep, undisturbed)
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
@@ -290,7 +291,7 @@ def test_an_object_store_that_refuses_is_silent_and_loses_replies(sweep, faulty,
         assert sweep(model, num_items=8) == 0
         assert len(lost) >= 8 and faulty.met["503"] >= 5 and faulty.met["hang"] == 2
     is_whole(sweep, undisturbed)
-    assert reader.open(sweep.folder).table("failures").num_rows == 0
+    assert sweeps_run.open(sweep.folder).table("failures").num_rows == 0
 
 
 # ---- growth and damage
@@ -300,7 +301,7 @@ def test_an_extension_by_other_replicas_over_a_damaged_folder(sweep, model, undi
     """Half the grid on one replica; then files are damaged; then all of it on two, which need those trunks."""
     half = {"num_items": 8, "seeds": 1, "unit_cells": 2}
     assert sweep(model, {"replicas": 1}, **half) == 0
-    before = {commit.unit: commit for commit in store.list_commits(sweep.folder)}
+    before = {commit.unit: commit for commit in commits.list_commits(sweep.folder)}
     shards = sorted((sweep.folder / "messages").iterdir())
     flip(shards[1], -5000)
     shards[2].write_bytes(shards[2].read_bytes()[:-7])
@@ -313,11 +314,11 @@ def test_an_extension_by_other_replicas_over_a_damaged_folder(sweep, model, undi
     assert main(["verify", str(sweep.folder), "--deep", "--reopen"]) == 1
     said = capsys.readouterr().out
     assert all(f"{shard.name} " in said for shard in shards[1:4]) and "notes.txt (left alone)" in said
-    left = {commit.unit: commit for commit in store.list_commits(sweep.folder)}
+    left = {commit.unit: commit for commit in commits.list_commits(sweep.folder)}
     assert before.keys() - left.keys() == {"u000001", "u000002", "u000003", "u000004"}
     assert all(before[unit] == left[unit] for unit in left.keys() & before.keys())
     assert sweep(model, **whole) == 0
-    assert all(left[unit] == commit for commit in store.list_commits(sweep.folder) if (unit := commit.unit) in left)
+    assert all(left[unit] == commit for commit in commits.list_commits(sweep.folder) if (unit := commit.unit) in left)
     is_whole(sweep, undisturbed)
 
 

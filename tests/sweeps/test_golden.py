@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import sweeps
-from sweeps import folder, tables
-from sweeps.plan import expand
-from sweeps.verify import verify
+from sweeps import errors
+from sweeps.driver import enter
+from sweeps.folder import schemas
+from sweeps.folder.verify import verify
+from sweeps.plan.expand import expand
 from tests.sweeps import talk
 from tests.sweeps.golden import make
 from tests.sweeps.test_run import answer
@@ -19,8 +21,8 @@ VERSIONS = sorted(p.name for p in Path(__file__).with_name("golden").glob("v*"))
 
 
 def test_there_is_one_of_each_version_that_is_read():
-    assert [f"v{version}" for version in sorted(tables.READABLE)] == VERSIONS
-    assert max(tables.READABLE) == tables.SCHEMA_VERSION
+    assert [f"v{version}" for version in sorted(schemas.READABLE)] == VERSIONS
+    assert max(schemas.READABLE) == schemas.SCHEMA_VERSION
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -65,7 +67,9 @@ def test_a_folder_of_another_version_is_never_continued(version, tmp_path):
     about["schema_version"] = int(version[1:])
     (tmp_path / "run" / "run.json").write_text(json.dumps(about))
     before = sorted(tmp_path.rglob("*"))
-    said = rf"schema version {version[1:]}, this is {tables.SCHEMA_VERSION}; continue it with the version that began it"
-    with pytest.raises(folder.RunRefused, match=said):
-        folder.enter(make.config(tmp_path), tmp_path / "run")
+    said = (
+        rf"schema version {version[1:]}, this is {schemas.SCHEMA_VERSION}; continue it with the version that began it"
+    )
+    with pytest.raises(errors.RunRefused, match=said):
+        enter.enter(make.config(tmp_path), tmp_path / "run")
     assert sorted(tmp_path.rglob("*")) == before

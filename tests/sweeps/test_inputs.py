@@ -6,11 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sweeps import folder, inputs
-from sweeps.config import ConfigError
-from sweeps.folder import RunRefused
-from sweeps.store import Damaged
-from sweeps.verify import verify
+from sweeps.driver import enter
+from sweeps.errors import ConfigError, Damaged, RunRefused
+from sweeps.folder.verify import verify
+from sweeps.plan import directions
 from tests.sweeps import talk
 from tests.sweeps.test_plan import STEER, ids, scenario
 
@@ -39,13 +38,13 @@ def test_the_folders_copy_is_used_when_the_source_is_gone(tmp_path):
     source = f"run:{tmp_path}/a:residual:3"
     direction(tmp_path / "a" / "aggregates" / "directions.safetensors")
     config = steered(tmp_path, source)
-    folder.enter(config, config.run.dir)
+    enter.enter(config, config.run.dir)
     shutil.rmtree(tmp_path / "a")
     again = steered(tmp_path, source)
-    assert folder.enter(again, config.run.dir).state == "same"
-    assert torch.equal(inputs.load_direction(again, source, 8, config.run.dir), torch.arange(8.0))
+    assert enter.enter(again, config.run.dir).state == "same"
+    assert torch.equal(directions.load_direction(again, source, 8, config.run.dir), torch.arange(8.0))
     with pytest.raises(ValueError, match="8 values, the model's site has 9"):
-        inputs.load_direction(again, source, 9, config.run.dir)
+        directions.load_direction(again, source, 9, config.run.dir)
     with pytest.raises(ConfigError, match="no run folder"):
         steered(tmp_path, source, run={"dir": str(tmp_path / "elsewhere")})
 
@@ -54,15 +53,15 @@ def test_a_copy_that_changed_is_not_used(tmp_path):
     direction(tmp_path / "c.safetensors")
     source = f"file:{tmp_path}/c.safetensors:3"
     config = steered(tmp_path, source)
-    folder.enter(config, config.run.dir)
+    enter.enter(config, config.run.dir)
     copy = tmp_path / "run" / "inputs" / f"{config.inputs[source]}.safetensors"
     data = bytearray(copy.read_bytes())
     data[-2] ^= 4
     copy.write_bytes(data)
     with pytest.raises(Damaged, match="was changed"):
-        inputs.load_direction(config, source, 8, config.run.dir)
+        directions.load_direction(config, source, 8, config.run.dir)
     with pytest.raises(Damaged, match="was changed"):
-        folder.enter(config, config.run.dir)
+        enter.enter(config, config.run.dir)
     assert any(copy.name in problem for problem in verify(config.run.dir, deep=True).problems)
 
 
@@ -70,10 +69,10 @@ def test_a_source_that_changed_is_refused(tmp_path):
     path = tmp_path / "a" / "aggregates" / "directions.safetensors"
     direction(path)
     config = steered(tmp_path, f"run:{tmp_path}/a:residual:1")
-    folder.enter(config, config.run.dir)
+    enter.enter(config, config.run.dir)
     direction(path, 3.0)
     with pytest.raises(RunRefused, match=r"inputs\.run:"):
-        folder.enter(steered(tmp_path, f"run:{tmp_path}/a:residual:1"), config.run.dir)
+        enter.enter(steered(tmp_path, f"run:{tmp_path}/a:residual:1"), config.run.dir)
 
 
 def test_directions_on_the_grid_are_inputs_too(tmp_path):
@@ -83,8 +82,8 @@ def test_directions_on_the_grid_are_inputs_too(tmp_path):
         tmp_path, intervention=STEER, grid={"intervention.direction": {"found": source, "random": "random:5"}}
     )
     assert set(config.inputs) == {source}
-    draw = inputs.load_direction(config, "random:5", 8, tmp_path)
-    assert torch.equal(draw, inputs.load_direction(config, "random:5", 8, tmp_path)) and abs(draw.norm() - 1) < 1e-6
+    draw = directions.load_direction(config, "random:5", 8, tmp_path)
+    assert torch.equal(draw, directions.load_direction(config, "random:5", 8, tmp_path)) and abs(draw.norm() - 1) < 1e-6
 
 
 @pytest.mark.parametrize(("source", "said"), [
@@ -118,11 +117,11 @@ def test_an_adapter_that_changed_is_refused_with_the_difference(tmp_path):
     def config():
         return talk.config(tmp_path, scenario=scenario(participants=people))
 
-    folder.enter(config(), config().run.dir)
-    assert folder.enter(config(), config().run.dir).state == "same"
+    enter.enter(config(), config().run.dir)
+    assert enter.enter(config(), config().run.dir).state == "same"
     (tmp_path / "own" / "adapter_model.safetensors").write_bytes(b"y")
     with pytest.raises(RunRefused, match=rf"inputs\.{tmp_path}/own: .* -> "):
-        folder.enter(config(), config().run.dir)
+        enter.enter(config(), config().run.dir)
 
 
 @pytest.mark.parametrize(("values", "said"), [
@@ -143,12 +142,12 @@ def test_a_control_direction_has_the_norm_of_what_it_stands_for(tmp_path, instea
     direction(tmp_path / "c.safetensors", 2.0)
     source = f"{instead}:7:file:{tmp_path}/c.safetensors:3"
     config = steered(tmp_path, source)
-    folder.enter(config, config.run.dir)
-    drawn, given = inputs.load_direction(config, source, 8, config.run.dir), torch.arange(8.0)
+    enter.enter(config, config.run.dir)
+    drawn, given = directions.load_direction(config, source, 8, config.run.dir), torch.arange(8.0)
     assert drawn.norm() == pytest.approx(float(given.norm()), rel=1e-6)
     assert (abs(float(drawn @ given)) < 1e-4) == (instead == "orthogonal")
-    other = inputs.read_direction(source.replace(":7:", ":8:"))
-    assert not torch.equal(drawn, other) and torch.equal(drawn, inputs.read_direction(source))
+    other = directions.read_direction(source.replace(":7:", ":8:"))
+    assert not torch.equal(drawn, other) and torch.equal(drawn, directions.read_direction(source))
 
 
 def test_controls_are_one_keyword_and_become_axes(tmp_path):

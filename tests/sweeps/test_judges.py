@@ -3,10 +3,11 @@
 import pytest
 
 import sweeps
-from sweeps import driver
-from sweeps.aggregates.results import read_results
-from sweeps.config import ConfigError, JudgeConfig
-from sweeps.judges import parsed
+from sweeps.config.schema import JudgeConfig
+from sweeps.driver import entry
+from sweeps.errors import ConfigError
+from sweeps.folder.results import read_results
+from sweeps.replica.judges import parsed
 from tests.conversation.server import ChatServer, serve
 from tests.sweeps import small
 
@@ -37,7 +38,7 @@ def test_an_api_judge_is_asked_over_http_and_what_it_said_is_kept(model, tmp_pat
             "range": [1, 5],
             "participants": ["bob"],
         }
-        assert driver.run(judged(model, {"warmth": judge}), tmp_path / "run") == 0
+        assert entry.run(judged(model, {"warmth": judge}), tmp_path / "run") == 0
     assert len(chat.requests) == 5, "one was asked again"
     run = sweeps.open(tmp_path / "run")
     rows = run.outcomes().to_pylist()
@@ -61,12 +62,12 @@ def test_an_api_judge_that_cannot_be_reached_fails_its_cells_and_they_can_be_tri
     chat = ChatServer([("status", 401, {})] * 4)
     with serve(chat) as url:
         judge = {"kind": "api", "model": "m", "base_url": url, "prompt": PROMPT}
-        assert driver.run(judged(model, {"warmth": judge}), tmp_path / "run") == 3
+        assert entry.run(judged(model, {"warmth": judge}), tmp_path / "run") == 3
         assert (
             "APIFailed: 'warmth' got no answer" in sweeps.open(tmp_path / "run").table("failures")["error"][0].as_py()
         )
         again = judged(model, {"warmth": judge}, run={"progress": "none", "retry_failed": True})
-        assert driver.run(again, tmp_path / "run") == 0
+        assert entry.run(again, tmp_path / "run") == 0
     assert len(sweeps.open(tmp_path / "run").outcomes()) == 4
 
 
@@ -80,7 +81,7 @@ def test_the_embedded_model_judges_on_the_engine_of_the_participants(tmp_path, s
         tmp_path, {"greets": {**judge, "participants": ["alice"]}, "again": judge}, scenario__participants=people,
         scenario__trunk={"turns": 0}, models={}, cluster={"executor": "inline", "rows": 8}, scenario__opening="Hello.",
     )  # fmt: skip
-    assert driver.run(config, tmp_path / "run") == 0
+    assert entry.run(config, tmp_path / "run") == 0
     run = sweeps.open(tmp_path / "run")
     for row in run.outcomes().to_pylist():
         assert "says: Good morning to you all!\nIs" in row["greets_prompt"]
@@ -125,7 +126,7 @@ def test_judges_that_cannot_be_asked_are_refused_at_once(model, changes, complai
 
 
 def test_a_judge_is_in_no_id(model):
-    from sweeps.plan import expand
+    from sweeps.plan.expand import expand
 
     with_one = judged(model, {"warmth": {"model": "tiny", "prompt": PROMPT}})
     ids = [[cell.id for unit in expand(config) for cell in unit.cells] for config in (with_one, judged(model, {}))]

@@ -10,11 +10,12 @@ import time
 
 import pytest
 
-from sweeps.lease import Held, Lease, latest
+from sweeps.errors import Held
+from sweeps.folder.lease import Lease, latest
 
 HOLD = """
 import sys, time
-from sweeps.lease import Lease
+from sweeps.folder.lease import Lease
 Lease(sys.argv[1], interval_s=0.2).acquire()
 print("held", flush=True)
 time.sleep(60)
@@ -97,7 +98,7 @@ def test_of_many_drivers_at_once_one_wins(tmp_path):
 
 
 def test_old_numbers_are_deleted(tmp_path, monkeypatch):
-    monkeypatch.setattr("sweeps.lease.KEPT", 3)
+    monkeypatch.setattr("sweeps.folder.lease.KEPT", 3)
     lease = Lease(tmp_path)
     for number in range(1, 9):
         lease._create(number)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sweeps.ledger import Closed, Ledger, LedgerError, Needs, Part, split
-from sweeps.store import unit_order
+from sweeps.driver.ledger import Closed, Ledger, LedgerError, Needs, Part, split
+from sweeps.folder.commits import unit_order
 
 
 @dataclass

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from sweeps import driver, progress, store
-from sweeps import run as reader
-from sweeps.places import Remote, place
-from sweeps.verify import verify
+from sweeps import run
+from sweeps.driver import driver, entry, progress
+from sweeps.folder import commits, files, status
+from sweeps.folder.place import Remote, place
+from sweeps.folder.verify import verify
 from tests.sweeps import apart
 from tests.sweeps.small import contents, same, settings
 
@@ -23,7 +24,7 @@ def small(model, *, seeds=2, **changes):
 @pytest.fixture(scope="module")
 def undisturbed(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert driver.run(small(model), folder) == 0
+    assert entry.run(small(model), folder) == 0
     return contents(folder)
 
 
@@ -38,23 +39,23 @@ def is_whole(url, undisturbed):
 
 
 def one_trunk_a_unit(model, url):
-    return driver.run(small(model, unit_cells=2), url)
+    return entry.run(small(model, unit_cells=2), url)
 
 
 @pytest.mark.slow
 def test_a_killed_driver_is_continued_there_by_the_same_command(model, url, undisturbed):
     assert apart.wait(apart.start(one_trunk_a_unit, model, url, SWEEPS_FAILPOINTS="writer.committed=kill")) == -9
-    first = {commit.unit: commit for commit in store.list_commits(url)}
+    first = {commit.unit: commit for commit in commits.list_commits(url)}
     assert 1 <= len(first) < 4, "two units are written side by side: the other one may be in before the kill"
     assert one_trunk_a_unit(model, url) == 0
-    after = {commit.unit: commit for commit in store.list_commits(url)}
+    after = {commit.unit: commit for commit in commits.list_commits(url)}
     assert first == {unit: after[unit] for unit in first}, "what was committed stands"
     is_whole(url, undisturbed)
-    assert [e["event"] for e in progress.events(url)].count("complete") == 1
+    assert [e["event"] for e in status.events(url)].count("complete") == 1
     assert one_trunk_a_unit(model, url) == 0
-    assert driver.run(small(model, seeds=3, unit_cells=2), url) == 0
-    assert reader.open(url).counts == {"done": 12, "failed": 0, "pending": 0}
-    assert driver.run(small(model, seeds=1), url) == 5
+    assert entry.run(small(model, seeds=3, unit_cells=2), url) == 0
+    assert run.open(url).counts == {"done": 12, "failed": 0, "pending": 0}
+    assert entry.run(small(model, seeds=1), url) == 5
 
 
 def every(number, fault, method="PUT", times=4):
@@ -74,10 +75,10 @@ def every(number, fault, method="PUT", times=4):
                          ids=["503 to a put", "503 to a get", "lost replies", "silence"])  # fmt: skip
 def test_a_store_that_fails_now_and_then_changes_nothing(faulty, model, url, undisturbed, fault):
     with faulty.failing(fault):
-        assert driver.run(small(model), url) == 0
+        assert entry.run(small(model), url) == 0
         assert sum(faulty.met.values()) >= 2
     is_whole(url, undisturbed)
-    assert reader.open(url).table("failures").num_rows == 0
+    assert run.open(url).table("failures").num_rows == 0
 
 
 def test_a_lost_reply_to_a_commit_is_a_success(faulty, model, url, undisturbed):
@@ -92,7 +93,7 @@ def test_a_lost_reply_to_a_commit_is_a_success(faulty, model, url, undisturbed):
         return None
 
     with faulty.failing(fault):
-        assert driver.run(small(model), url) == 0
+        assert entry.run(small(model), url) == 0
     assert len(lost) == 2 and verify(url, deep=True).notes == []
     is_whole(url, undisturbed)
 
@@ -106,33 +107,33 @@ def test_a_store_that_is_away_ends_the_run_in_bounded_time_and_the_same_command_
         return "503" if method == "PUT" and path.startswith(f"/{place(url).path}/messages/") else None
 
     with faulty.failing(away):
-        assert driver.run(small(model), url) == 1
+        assert entry.run(small(model), url) == 1
     said = capsys.readouterr().err
     assert "the run folder failed 2 times without a commit between" in said and "come back later" in said
-    assert list(store.list_commits(url)) == [], "nothing was split or failed for it"
-    assert driver.run(small(model), url) == 0
+    assert list(commits.list_commits(url)) == [], "nothing was split or failed for it"
+    assert entry.run(small(model), url) == 0
     is_whole(url, undisturbed)
 
 
 def test_a_store_that_is_away_at_the_start_is_one_line(faulty, model, url, capsys):
     with faulty.failing(lambda *request: "503"):
-        assert driver.run(small(model), url) == 5
+        assert entry.run(small(model), url) == 5
     said = capsys.readouterr().err
     assert "come back later" in said and "Traceback" not in said
 
 
 def test_a_long_silence_is_said(faulty, url, monkeypatch, capfd):
-    monkeypatch.setattr("sweeps.places.SLOW_S", 0.1)
+    monkeypatch.setattr("sweeps.folder.place.SLOW_S", 0.1)
     with faulty.failing(every(1, "hang", times=99)), pytest.raises(OSError, match=r"a\.json"):
-        store.write_new(url, "a.json", b"1")
+        files.write_new(url, "a.json", b"1")
     assert f"no answer for 0 s about {url}/a.json" in capfd.readouterr().err
 
 
 def test_the_same_content_twice_is_one_success_and_other_content_is_refused(faulty, url):
-    store.write_new(url, "a.json", b"1")
-    store.write_new(url, "a.json", b"1")
+    files.write_new(url, "a.json", b"1")
+    files.write_new(url, "a.json", b"1")
     with pytest.raises(FileExistsError):
-        store.write_new(url, "a.json", b"2")
+        files.write_new(url, "a.json", b"2")
 
 
 def test_events_are_put_in_parts(faulty, url, monkeypatch):
@@ -150,7 +151,7 @@ def test_events_are_put_in_parts(faulty, url, monkeypatch):
                 log.event("tick", number=number)
                 log.update(progress.Snapshot(), now=number % 2 == 0)
             log.close()
-    assert [e["number"] for e in progress.events(url)] == list(range(40))
+    assert [e["number"] for e in status.events(url)] == list(range(40))
     parts = list(Remote(url).glob("events-*.jsonl"))
     assert len(parts) > 5 and max(sent) < 900, "no upload grows with the run"
     assert json.loads(parts[0].read_text().splitlines()[0])["number"] == 0
@@ -161,9 +162,9 @@ def test_failed_cells_are_retried_there(model, url):
 
     Switch.fail_item = "i1"
     try:
-        assert driver.run(small(model), url) == 3
+        assert entry.run(small(model), url) == 3
     finally:
         Switch.fail_item = None
     again = small(model)
-    assert driver.run(replace(again, run=replace(again.run, retry_failed=True)), url) == 0
-    assert verify(url, deep=True).ok and reader.open(url).counts["done"] == 8
+    assert entry.run(replace(again, run=replace(again.run, retry_failed=True)), url) == 0
+    assert verify(url, deep=True).ok and run.open(url).counts["done"] == 8

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sweeps.aggregates import build
-from sweeps.config import AggregateConfig
+from sweeps.aggregates.registry import build
+from sweeps.config.schema import AggregateConfig
 from sweeps.report.findings import SAID
 from sweeps.report.markup import interval
-from sweeps.report.results import SECTIONS
+from sweeps.report.sections import SECTIONS
 from tests.sweeps.stored import StoredRun, results
 
 

@@ -8,14 +8,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sweeps import driver, show, store
-from sweeps import run as reader
+from sweeps import run as sweeps_run
+from sweeps.commands import show
 from sweeps.compose import from_plain
-from sweeps.config import ConfigError
-from sweeps.ledger import Needs
-from sweeps.planfile import PlanFile
-from sweeps.units import Units
-from sweeps.verify import verify
+from sweeps.driver import driver, entry
+from sweeps.driver.ledger import Needs
+from sweeps.driver.units import Units
+from sweeps.errors import ConfigError
+from sweeps.folder import commits
+from sweeps.folder.plan_reader import PlanFile
+from sweeps.folder.verify import verify
 from tests.sweeps import apart
 from tests.sweeps.small import Switch
 from tests.tiny import tiny
@@ -55,8 +57,8 @@ def told(model, *, grid=None, **changes):
 
 
 def ran(config, folder, code=0):
-    assert driver.run(config, folder) == code
-    run = reader.open(folder)
+    assert entry.run(config, folder) == code
+    run = sweeps_run.open(folder)
     assert verify(folder, deep=True).ok
     return run
 
@@ -134,7 +136,7 @@ def test_another_run_is_a_donor_and_its_copy_is_enough(model, plain, tmp_path):
         np.testing.assert_allclose(found[item, "blue"][1], plain[item, "red"][1], atol=1e-5)
     (tmp_path / "donor").rename(tmp_path / "gone")
     again = told(model, intervention=from_run, run={"dir": str(tmp_path / "run"), "progress": "none"})
-    assert driver.run(again, tmp_path / "run") == 0
+    assert entry.run(again, tmp_path / "run") == 0
     with pytest.raises(ConfigError, match="no run folder"):
         told(model, intervention=from_run, run={"dir": str(tmp_path / "new"), "progress": "none"})
 
@@ -150,16 +152,16 @@ def test_unequal_lengths_fail_the_cell_with_both(model, tmp_path):
 
 
 def test_a_failed_donor_fails_its_recipients_and_a_retry_runs_both(model, plain, tmp_path, monkeypatch):
-    from sweeps import replica
+    from sweeps.replica import unit_run
 
-    real, broken = replica.UnitRun._play_cell, {"red"}
+    real, broken = unit_run.UnitRun._play_cell, {"red"}
 
     def failing(self, cell, trunk):
         if cell.condition["trunk.opening"] in broken and cell.item == "i1":
             raise RuntimeError("no donor today")
         return (yield from real(self, cell, trunk))
 
-    monkeypatch.setattr(replica.UnitRun, "_play_cell", failing)
+    monkeypatch.setattr(unit_run.UnitRun, "_play_cell", failing)
     run = ran(told(model, intervention={**PATCH, "layers": -1}), tmp_path / "run", 3)
     rows = {row["cell"]: row["error"] for row in run.table("failures").to_pylist()}
     state = {(c["item"], c["trunk.opening"]): c["cell"] for c in run.cells.to_pylist()}
@@ -172,7 +174,7 @@ def test_a_failed_donor_fails_its_recipients_and_a_retry_runs_both(model, plain,
 
 
 def test_a_run_cut_between_donor_and_recipient_goes_on_the_same(model, tmp_path, monkeypatch):
-    from sweeps.replica import UnitRun
+    from sweeps.replica.unit_run import UnitRun
 
     steps = {"intervention.layers": {"0": 0, "1": 1}}
     whole = said(ran(told(model, grid=steps), tmp_path / "whole"))
@@ -182,15 +184,15 @@ def test_a_run_cut_between_donor_and_recipient_goes_on_the_same(model, tmp_path,
         real(self, done)
         held.append(done.tag)
         if sum(cell.condition["trunk.opening"] == "red" for cell in held) == 4:
-            self.replica.stop()
+            self.shared.stop()
 
     monkeypatch.setattr(UnitRun, "_cell_done", stop_after_donors)
     check = driver.Driver._check_stops
     monkeypatch.setattr(
         driver.Driver, "_check_stops", lambda self, crew: (held and self._on_signal("SIGTERM"), check(self, crew))
     )
-    assert driver.run(told(model, grid=steps), tmp_path / "run") == 4
-    (commit,) = store.list_commits(tmp_path / "run")
+    assert entry.run(told(model, grid=steps), tmp_path / "run") == 4
+    (commit,) = commits.list_commits(tmp_path / "run")
     assert commit.cells and commit.children, "donors are committed, recipients are not"
     monkeypatch.undo()
     found = said(ran(told(model, grid=steps), tmp_path / "run"))
@@ -243,9 +245,9 @@ def test_a_process_killed_between_donor_and_recipient_is_continued_to_the_same(m
     whole = said(ran(two_layers(model), tmp_path / "whole"))
     killed = apart.start(run_two_layers, model, tmp_path / "run", SWEEPS_FAILPOINTS=f"replica.in_forward=kill@{nth}")
     assert apart.wait(killed) == -9
-    before = {commit.unit for commit in store.list_commits(tmp_path / "run")}
+    before = {commit.unit for commit in commits.list_commits(tmp_path / "run")}
     found = said(ran(two_layers(model), tmp_path / "run"))
-    assert before <= {commit.unit for commit in store.list_commits(tmp_path / "run")}
+    assert before <= {commit.unit for commit in commits.list_commits(tmp_path / "run")}
     assert found.keys() == whole.keys()
     for key, value in whole.items():
         close(value, found[key])
@@ -256,7 +258,7 @@ def two_layers(model):
 
 
 def run_two_layers(model, folder):
-    return driver.run(two_layers(model), folder)
+    return entry.run(two_layers(model), folder)
 
 
 def another(model, folder):
@@ -282,7 +284,7 @@ def adapter(model, folder):
 
 def test_units_keep_donors_and_recipients_of_an_item_together(model, tmp_path):
     config = told(model, plan={"unit_cells": 1}, run={"dir": str(tmp_path / "run"), "progress": "none"})
-    from sweeps.plan import expand
+    from sweeps.plan.expand import expand
 
     units = list(expand(config))
     assert [len(unit.cells) for unit in units] == [2, 2]
@@ -293,8 +295,8 @@ def test_units_keep_donors_and_recipients_of_an_item_together(model, tmp_path):
 
 @pytest.mark.parametrize("order", [("red", "blue"), ("blue", "red")])
 def test_a_unit_that_is_split_has_donors_before_their_recipients(model, tmp_path, order):
-    from sweeps.ledger import split
-    from sweeps.plan import expand
+    from sweeps.driver.ledger import split
+    from sweeps.plan.expand import expand
 
     run = {"dir": str(tmp_path / "run"), "progress": "none"}
     unit = next(expand(told(model, grid={"trunk.opening": {colour: TOLD[colour] for colour in order}}, run=run)))

@@ -8,12 +8,13 @@ import sys
 import pytest
 
 import sweeps
-from sweeps import folder, store
-from sweeps.config import ConfigError
-from sweeps.folder import RunRefused
-from sweeps.identity import canonical, digest
-from sweeps.plan import Unit, expand, trunks
-from sweeps.planfile import PlanFile
+from sweeps.config.digest import canonical, digest
+from sweeps.driver import enter
+from sweeps.errors import ConfigError, RunRefused
+from sweeps.folder import about, files
+from sweeps.folder.cells import Unit
+from sweeps.folder.plan_reader import PlanFile
+from sweeps.plan.expand import expand, trunks
 from tests.sweeps import talk
 
 STEER = {"kind": "steer", "participants": ["bob"], "direction": "random:1", "layers": [1], "coef": 4}
@@ -137,7 +138,7 @@ def test_casts_never_share_a_unit(tmp_path):
     away = talk.config(tmp_path, models=models, grid={"scenario.participants.bob.model": ["other"]})
     units = list(expand(away))
     assert [(len(u.cells), len(u.trunks), len(u.owns)) for u in units[:2]] == [(0, 4, 4), (8, 4, 0)]
-    folder.enter(away, tmp_path / "run")
+    enter.enter(away, tmp_path / "run")
     assert list(PlanFile(tmp_path / "run").units()) == units, "a unit without cells is in the plan too"
 
 
@@ -153,7 +154,7 @@ def test_the_default_unit_follows_the_bytes(tmp_path):
     (tmp_path / "tiny" / "config.json").unlink()
     big = talk.config(tmp_path, plan={}, capture=None, models={"tiny": {"source": "hub/huge"}})
     assert [len(u.cells) for u in expand(big)] == [24]
-    from sweeps.estimate import default_unit_cells, tensor_bytes
+    from sweeps.plan.loads import default_unit_cells, tensor_bytes
 
     large = talk.config(tmp_path, plan={}, capture=captures,
                         scenario=scenario(branch={"turns": 2, "max_new_tokens": 100_000}))  # fmt: skip
@@ -165,7 +166,7 @@ def test_the_default_unit_follows_the_bytes(tmp_path):
 
 def test_the_plan_in_the_folder_is_the_plan(tmp_path):
     config = talk.config(tmp_path, grid={"trunk.turns": [1, 2], "framing": {"warm": "w", "cold": None}})
-    assert folder.enter(config, config.run.dir).num_cells == 48
+    assert enter.enter(config, config.run.dir).num_cells == 48
     plan = PlanFile(config.run.dir)
     assert list(plan.units()) == list(expand(config))
     assert [(i.id, i.num_cells) for i in plan.infos()] == [(u.id, len(u.cells)) for u in expand(config)]
@@ -174,28 +175,28 @@ def test_the_plan_in_the_folder_is_the_plan(tmp_path):
 
 
 def test_small_row_groups_change_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("sweeps.planfile.ROWS", 5)
+    monkeypatch.setattr("sweeps.folder.schemas.ROWS", 5)
     config = talk.config(tmp_path)
-    folder.enter(config, config.run.dir)
+    enter.enter(config, config.run.dir)
     assert list(PlanFile(config.run.dir).units()) == list(expand(config))
 
 
 def test_the_same_again_changes_nothing(tmp_path):
     config = talk.config(tmp_path)
-    folder.enter(config, config.run.dir)
+    enter.enter(config, config.run.dir)
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    again = folder.enter(talk.config(tmp_path, cluster={"replicas": 5}), config.run.dir)
-    assert again == folder.Entered(state="same", num_cells=24, new_cells=0)
+    again = enter.enter(talk.config(tmp_path, cluster={"replicas": 5}), config.run.dir)
+    assert again == enter.Entered(state="same", num_cells=24, new_cells=0)
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*") if p.is_file()}
 
 
 def test_an_enlarged_grid_appends_units(tmp_path):
     first = talk.config(tmp_path)
-    folder.enter(first, first.run.dir)
+    enter.enter(first, first.run.dir)
     items = [*talk.SCENARIO["items"], {"id": "new", "topic": "new"}]
     larger = talk.config(tmp_path, scenario=scenario(items=items, branch={"turns": 2, "seeds": 3}),
                          grid={"framing": {"warm": "Be warm.", "cold": "Be cold.", "plain": None}})  # fmt: skip
-    assert folder.enter(larger, first.run.dir) == folder.Entered(state="extended", num_cells=72, new_cells=48)
+    assert enter.enter(larger, first.run.dir) == enter.Entered(state="extended", num_cells=72, new_cells=48)
     plan = PlanFile(first.run.dir)
     units = list(plan.units())
     assert units[:3] == list(expand(first))
@@ -204,14 +205,14 @@ def test_an_enlarged_grid_appends_units(tmp_path):
     for unit in units[3:]:
         assert unit.part == 1 and not old_trunks & set(unit.owns)
     assert {t for u in units[3:] for t in u.owns} == trunk_ids(larger) - old_trunks
-    assert folder.enter(larger, first.run.dir).state == "same"
+    assert enter.enter(larger, first.run.dir).state == "same"
     run = sweeps.open(first.run.dir)
     assert run.counts["pending"] == 72 and run.config == larger
 
 
 def test_another_run_is_refused_with_the_difference(tmp_path):
     config = talk.config(tmp_path)
-    folder.enter(config, config.run.dir)
+    enter.enter(config, config.run.dir)
     before = sorted(p for p in (tmp_path / "run").rglob("*"))
     for change, said in (
         ({"scenario": scenario(seed=5)}, "scenario.seed: 0 -> 5"),
@@ -220,7 +221,7 @@ def test_another_run_is_refused_with_the_difference(tmp_path):
         ({"capture": None}, "capture"),
     ):
         with pytest.raises(RunRefused, match="holds another run") as caught:
-            folder.enter(talk.config(tmp_path, **change), config.run.dir)
+            enter.enter(talk.config(tmp_path, **change), config.run.dir)
         assert said in str(caught.value) and "\n" not in str(caught.value)
     assert before == sorted(p for p in (tmp_path / "run").rglob("*"))
 
@@ -229,37 +230,37 @@ def test_a_foreign_folder_is_refused(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("mine")
     with pytest.raises(RunRefused, match=r"not empty \(it holds thesis.txt\)"):
-        folder.enter(talk.config(tmp_path), tmp_path / "run")
+        enter.enter(talk.config(tmp_path), tmp_path / "run")
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["thesis.txt"]
 
 
 @pytest.mark.parametrize("killed_after", ["config-0.yaml", "inputs/items-0.jsonl", "plan/part-0.parquet"])
 def test_a_killed_start_is_started_again(tmp_path, killed_after, monkeypatch):
     config = talk.config(tmp_path)
-    real = store.fsync_folder
+    real = files.fsync_folder
 
     def die(path):
         real(path)
         if (tmp_path / "run" / killed_after).exists():
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(store, "fsync_folder", die)
+    monkeypatch.setattr(files, "fsync_folder", die)
     with pytest.raises(KeyboardInterrupt):
-        folder.enter(config, config.run.dir)
+        enter.enter(config, config.run.dir)
     monkeypatch.undo()
     other = talk.config(tmp_path, scenario=scenario(seed=4))
-    assert folder.enter(other, config.run.dir).state == "new", "what never began can be anything"
+    assert enter.enter(other, config.run.dir).state == "new", "what never began can be anything"
     assert list(PlanFile(config.run.dir).units()) == list(expand(other))
 
 
 def test_models_are_recorded_once_and_must_stay(tmp_path):
     config = talk.config(tmp_path)
-    folder.enter(config, config.run.dir)
-    folder.record_models(config.run.dir, {"tiny": {"weights": "a", "template": "t"}})
-    folder.record_models(config.run.dir, {"tiny": {"weights": "a", "template": "t"}, "other": {"weights": "c"}})
+    enter.enter(config, config.run.dir)
+    about.record_models(config.run.dir, {"tiny": {"weights": "a", "template": "t"}})
+    about.record_models(config.run.dir, {"tiny": {"weights": "a", "template": "t"}, "other": {"weights": "c"}})
     with pytest.raises(RunRefused, match="weights: 'a' -> 'b'"):
-        folder.record_models(config.run.dir, {"tiny": {"weights": "b", "template": "t"}})
-    assert store.read_json(config.run.dir, "run.json")["models"]["other"] == {"weights": "c"}
+        about.record_models(config.run.dir, {"tiny": {"weights": "b", "template": "t"}})
+    assert files.read_json(config.run.dir, "run.json")["models"]["other"] == {"weights": "c"}
 
 
 def test_millions_of_cells_are_streamed(tmp_path):

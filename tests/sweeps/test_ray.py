@@ -14,8 +14,11 @@ from collections import Counter
 
 import pytest
 
-from sweeps import driver, executors, store
-from sweeps.metrics import METRICS
+from sweeps import failpoints
+from sweeps.driver import entry
+from sweeps.driver.executors import pool
+from sweeps.driver.executors.base import METRICS
+from sweeps.folder import commits
 from tests.sweeps import apart
 from tests.sweeps.fakes import config, items
 from tests.sweeps.nodes import SCRIPTED, Beside, Sweep, add_node, on_nodes
@@ -41,7 +44,7 @@ def test_a_stop_hands_the_rest_over_and_the_same_command_continues(sweep, monkey
     stopping = Beside(stop)
     assert sweep.scripted(items(40), turns=1, seeds=1, unit_cells=20) == 4
     stopping.join()
-    handed = [child["id"] for commit in store.list_commits(sweep.folder) for child in commit.children]
+    handed = [child["id"] for commit in commits.list_commits(sweep.folder) for child in commit.children]
     assert handed and all(name.endswith(".0") for name in handed)
     monkeypatch.setenv("SWEEPS_FAKE_PAUSE_S", "0")
     assert sweep.scripted(items(40), turns=1, seeds=1, unit_cells=20) == 0
@@ -49,15 +52,15 @@ def test_a_stop_hands_the_rest_over_and_the_same_command_continues(sweep, monkey
 
 
 def terminated(folder, address, after_s):
-    before = driver.reach
+    before = failpoints.reach
 
     def reach(point):
         if point == "driver.planned":
             threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGTERM)).start()
         before(point)
 
-    driver.reach = reach
-    return driver.run(config(items(4), cluster=on_nodes(address)), folder, replica=SCRIPTED)
+    failpoints.reach = reach
+    return entry.run(config(items(4), cluster=on_nodes(address)), folder, replica=SCRIPTED)
 
 
 def test_sigterm_while_the_driver_connects_to_ray_is_a_clean_stop(sweep, cluster):
@@ -114,7 +117,7 @@ def test_every_metric_can_be_scraped_while_a_sweep_runs(sweep, cluster, monkeypa
 
 
 def test_runs_of_one_process_share_loaded_replicas(cluster, tmp_path):
-    with executors.shared():
+    with pool.shared():
         for name in ("a", "b", "c"):
             assert Sweep(cluster, tmp_path / name).scripted(items(4), turns=1) == 0
     lines = (tmp_path / "ran").read_text().splitlines()
@@ -124,7 +127,7 @@ def test_runs_of_one_process_share_loaded_replicas(cluster, tmp_path):
 
 def test_a_secret_of_a_node_stays_there(sweep, capsys):
     wanted = config(items(2), cluster=on_nodes(sweep.cluster.address, replicas=1))
-    assert driver.run(wanted, sweep.folder, replica="tests.sweeps.fakes:Leaking") == 1
+    assert entry.run(wanted, sweep.folder, replica="tests.sweeps.fakes:Leaking") == 1
     said = capsys.readouterr().err + "".join(p.read_text() for p in sweep.folder.rglob("*.json*"))
     assert "no answer from https://hub.example?key=<NODE_API_KEY>" in said and "correct-horse" not in said
 
@@ -139,4 +142,4 @@ def test_what_only_loading_shows_ends_the_run_with_its_reason(sweep, tmp_path, c
     said = capsys.readouterr().err.strip()
     assert said.startswith("stopped: 3 replicas could not load") and "\n" not in said
     assert f"cannot load '{model}' as a model folder" in said and "another shape than its config.json says" in said
-    assert list(store.list_commits(sweep.folder)) == []
+    assert list(commits.list_commits(sweep.folder)) == []

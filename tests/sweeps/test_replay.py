@@ -10,10 +10,12 @@ import torch
 
 import sweeps
 from interlens.interp import CaptureSpec, capture_activations
-from sweeps import cli, driver, estimate
+from sweeps import cli
 from sweeps.compose import from_plain
-from sweeps.config import ConfigError
-from sweeps.verify import verify
+from sweeps.driver import entry
+from sweeps.errors import ConfigError
+from sweeps.folder import space
+from sweeps.folder.verify import verify
 from tests.sweeps.small import contents, settings
 
 CLUSTER = {"executor": "inline", "rows": 8}
@@ -26,7 +28,7 @@ def whole(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
     capture = [{"participants": ["bob"], "layers": [0, 1, 2], "tokens": "all", "turns": "all", "special": "keep"},
                {"participants": ["alice"], "layers": [1], "tokens": "answer", "pool": "mean"}]  # fmt: skip
-    assert driver.run(settings(model, capture=capture), folder) == 0
+    assert entry.run(settings(model, capture=capture), folder) == 0
     return folder
 
 
@@ -41,7 +43,7 @@ def replayed(model, source, folder, code=0, **changes):
     for path, value in changes.items():
         section, _, key = path.partition("__")
         plain[section] = {**plain[section], key: value} if key else value
-    assert driver.run(from_plain(plain), folder) == code
+    assert entry.run(from_plain(plain), folder) == code
     assert verify(folder, deep=True).ok
     return sweeps.open(folder)
 
@@ -67,7 +69,7 @@ def test_capturing_a_run_again_gives_what_it_recorded(whole, capsys, monkeypatch
     assert "has this already: participants=bob, sites=residual, layers=0" in capsys.readouterr().err
     words = ["sites=residual,mlp", "tokens=all|special", "cluster.executor=inline", "run.progress=none"]
     with monkeypatch.context() as patched:
-        patched.setattr(estimate, "free_bytes", lambda root: estimate.RESERVE_BYTES + 1_000)
+        patched.setattr(space, "free_bytes", lambda root: space.RESERVE_BYTES + 1_000)
         assert cli.main(["capture", str(whole), *words]) == 5
     assert "capture less (pool=mean), or force it" in capsys.readouterr().err and not (whole / "captures").exists()
     assert cli.main(["capture", str(whole), *words]) == 0
@@ -100,7 +102,7 @@ def test_a_run_is_replayed_as_text(model, whole, tmp_path):
                           "turns": [3], "tokens": "generated"}],
         "cluster": CLUSTER, "run": {**RUN, "dir": str(tmp_path / "run")},
     }  # fmt: skip
-    assert driver.run(from_plain(plain), tmp_path / "run") == 0
+    assert entry.run(from_plain(plain), tmp_path / "run") == 0
     run, before = sweeps.open(tmp_path / "run"), sweeps.open(whole)
     assert run.cells["item"].to_pylist() == before.cells["cell"].to_pylist()
     for row in run.cells.to_pylist():
@@ -179,7 +181,7 @@ def test_smollm2_in_bfloat16_agrees_within_its_rounding(smollm2, tmp_path):
         "capture": {"layers": [4, 16, 29], "tokens": "all"},
         "cluster": CLUSTER, "run": {**RUN, "dir": str(tmp_path / "run")},
     }  # fmt: skip
-    assert driver.run(from_plain(plain), tmp_path / "run") == 0
+    assert entry.run(from_plain(plain), tmp_path / "run") == 0
     words = ["tokens=all|answer", "cluster.executor=inline", "run.progress=none"]
     assert cli.main(["capture", str(tmp_path / "run"), *words]) == 0
     run = sweeps.open(tmp_path / "run")
@@ -198,7 +200,7 @@ def test_a_patched_run_is_captured_again_under_its_patches(model, tmp_path):
     folder = tmp_path / "run"
     keep = {"participants": ["bob"], "layers": [0, 2], "tokens": "all", "special": "keep"}
     wanted = told(model, intervention={**PATCH, "tokens": "message(0)"}, capture=keep)
-    assert len(TOLD) == 2 and driver.run(wanted, folder) == 0
+    assert len(TOLD) == 2 and entry.run(wanted, folder) == 0
     words = ["tokens=all|special", "cluster.executor=inline", "run.progress=none"]
     assert cli.main(["capture", str(folder), *words]) == 0
     run = sweeps.open(folder)
@@ -214,8 +216,8 @@ def test_aggregates_read_what_capture_added(model, tmp_path):
                 "draws": 50}  # fmt: skip
     capture = {"participants": ["bob"], "layers": [0], "tokens": "answer", "pool": "mean"}
     at_once = settings(model, capture={**capture, "layers": [0, 2]}, aggregate={"directions": contrast})
-    assert driver.run(at_once, tmp_path / "at_once") == 0
-    assert driver.run(settings(model, capture=capture, aggregate={"directions": contrast}), tmp_path / "later") == 0
+    assert entry.run(at_once, tmp_path / "at_once") == 0
+    assert entry.run(settings(model, capture=capture, aggregate={"directions": contrast}), tmp_path / "later") == 0
     words = ["layers=2", "cluster.executor=inline", "run.progress=none"]
     assert cli.main(["capture", str(tmp_path / "later"), *words]) == 0
     assert cli.main(["aggregate", str(tmp_path / "later")]) == 0

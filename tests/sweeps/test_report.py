@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 import sweeps
-from sweeps import driver
-from sweeps.aggregates import build, finalize, findings
-from sweeps.aggregates.results import read_results
-from sweeps.config import AggregateConfig, AxisConfig
-from sweeps.report import write_report
+from sweeps.aggregates.registry import build
+from sweeps.aggregates.results import finalize
+from sweeps.config.schema import AggregateConfig, AxisConfig
+from sweeps.driver import entry as driver_entry
+from sweeps.folder.results import read_results
 from sweeps.report.charts import Point, Series, chart, ticks
 from sweeps.report.findings import said as sentences_of
+from sweeps.report.findings import sentences
 from sweeps.report.markup import number, tag, text
+from sweeps.report.page import write_report
 from sweeps.report.surprisal import EDGES, coloured, decoders
 from tests.sweeps.small import build_model, settings
 
@@ -111,12 +113,12 @@ def test_the_shown_numbers_are_the_aggregates(tmp_path):
     for entry in stored["directions"]:
         found = entry["evaluation"]["auroc"]
         assert f"{number(found['value'])} ({number(found['low'])} to {number(found['high'])})" in page
-    for line in findings(run):
+    for line in sentences(run):
         assert text(line) in page
 
 
 def test_findings_are_a_few_plain_sentences_with_controls(tmp_path):
-    lines = findings(finished(tmp_path))
+    lines = sentences(finished(tmp_path))
     assert 4 <= len(lines) <= 10
     assert lines[0] == "48 of 48 cells finished, over 6 items; none failed."
     told = " ".join(lines)
@@ -140,7 +142,7 @@ def test_findings_say_where_a_projection_moves_by_construction(tmp_path):
     run = StoredRun(made, axis="intervention.coef", labels=(0, 8), root=tmp_path, interventions=(steer("random:1"),))
     run.aggregate = (AggregateConfig(name="outcomes", options={"draws": 50}),)
     finalize(run)
-    told = [line for line in findings(run) if "projection" in line]
+    told = [line for line in sentences(run) if "projection" in line]
     assert ["by construction" in line for line in told] == [True, False]
     assert "by construction" in write_report(run).read_text(encoding="utf-8")
 
@@ -162,7 +164,7 @@ def test_controls_of_a_direction_stand_beside_it(tmp_path):
     assert [(r["measure"], *r["by"].values()) for r in found[:2]] == [("score", "found"), ("score", "random")]
     assert found[0]["levels"][1]["difference"]["value"] > 10 and found[1]["levels"][1]["difference"]["value"] == 0
     assert found[0]["levels"][0]["count"] == found[1]["levels"][0]["count"] == 40
-    (told,) = [line for line in findings(run) if line.startswith("Score")]
+    (told,) = [line for line in sentences(run) if line.startswith("Score")]
     assert "[direction found]" in told and "; direction random, 0 to 8: 0" in told and "not distinguishable" in told
     page = write_report(run).read_text(encoding="utf-8")
     assert page.count("<svg") == 2 and "score [direction random]" in page
@@ -176,7 +178,7 @@ def test_failures_are_grouped_with_a_traceback(tmp_path):
     page = write_report(run).read_text(encoding="utf-8")
     parsed(page)
     assert "<b>2</b> × ValueError: &lt;b&gt;no&lt;/b&gt;" in page and "File &lt;x&gt;" in page
-    assert findings(run)[0] == "46 of 48 cells finished, over 6 items; 2 failed."
+    assert sentences(run)[0] == "46 of 48 cells finished, over 6 items; 2 failed."
     assert "<code>c0</code>" not in page.partition("Conversations</h2>")[2]
 
 
@@ -193,7 +195,7 @@ def test_unevaluated_directions_say_why(tmp_path):
         AggregateConfig(name="directions", options={"contrast": "framing == 'warm' vs framing == 'cold'"}),
     )
     finalize(run)
-    assert any("at least 2 groups" in line for line in findings(run))
+    assert any("at least 2 groups" in line for line in sentences(run))
     assert "at least 2 groups" in write_report(run).read_text(encoding="utf-8")
 
 
@@ -246,7 +248,7 @@ def test_tokens_are_coloured_by_their_surprisal(tmp_path_factory):
     folder = tmp_path_factory.mktemp("surprisal")
     model = build_model(folder / "tiny")
     wanted = settings(model, scenario__logprobs=True, num_items=1, seeds=1, intervention=[], capture=[])
-    assert driver.run(wanted, folder / "run") == 0
+    assert driver_entry.run(wanted, folder / "run") == 0
     run = sweeps.open(folder / "run")
     page = write_report(run).read_text(encoding="utf-8")
     assert "coloured by their surprisal in nats" in page

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import sweeps
-from sweeps import folder, garbage, show, tables, tensors
-from sweeps.config import ConfigError
-from sweeps.plan import expand
-from sweeps.store import Damaged
-from sweeps.verify import verify
-from sweeps.writer import UnitWriter
+from sweeps.commands import show
+from sweeps.driver import enter
+from sweeps.errors import ConfigError, Damaged
+from sweeps.folder import garbage, schemas, tensors
+from sweeps.folder.verify import verify
+from sweeps.folder.writer import UnitWriter
+from sweeps.plan.expand import expand
 from tests.sweeps import talk
 
 
@@ -23,7 +24,7 @@ from tests.sweeps import talk
 def root(tmp_path):
     """A finished run of 24 cells; cell n has vectors of value n (layer 1) and n + 2 (layer 3, means)."""
     config = talk.config(tmp_path)
-    folder.enter(config, config.run.dir)
+    enter.enter(config, config.run.dir)
     number = 0
     for unit in expand(config):
         writer = UnitWriter(config.run.dir, unit, {"alice": "tiny", "bob": "tiny"}, attempt=f"{number:08x}")
@@ -135,7 +136,7 @@ def test_no_run_and_other_versions_are_refused(tmp_path, root):
     with pytest.raises(ConfigError, match="is no run folder"):
         sweeps.open(tmp_path)
     about = (root / "run.json").read_text()
-    (root / "run.json").write_text(about.replace(f'"schema_version":{tables.SCHEMA_VERSION}', '"schema_version":99'))
+    (root / "run.json").write_text(about.replace(f'"schema_version":{schemas.SCHEMA_VERSION}', '"schema_version":99'))
     with pytest.raises(ConfigError, match="schema version 99; this version reads 1, 2"):
         sweeps.open(root)
 
@@ -210,7 +211,7 @@ def add_trunks(writer, unit):
 
 def test_false_rows_are_found(root, tmp_path):
     config = talk.config(tmp_path, scenario={**talk.SCENARIO, "seed": 9}, run={"dir": str(tmp_path / "other")})
-    folder.enter(config, config.run.dir)
+    enter.enter(config, config.run.dir)
     unit = next(iter(expand(config)))
     writer = UnitWriter(config.run.dir, unit, {"alice": "tiny", "bob": "tiny"})
     add_trunks(writer, unit)
@@ -293,7 +294,7 @@ def test_gc_deletes_only_what_no_commit_will_ever_name(root, tmp_path):
 def test_several_runs_are_read_together(root, tmp_path):
     config = talk.config(tmp_path, scenario={**talk.SCENARIO, "seed": 9}, run={"dir": str(tmp_path / "other")},
                          grid={"scenario.participants.bob.temperature": [0.1, 0.2]})  # fmt: skip
-    folder.enter(config, config.run.dir)
+    enter.enter(config, config.run.dir)
     unit = next(iter(expand(config)))
     writer = UnitWriter(config.run.dir, unit, {"alice": "tiny", "bob": "tiny"})
     add_trunks(writer, unit)
@@ -319,7 +320,7 @@ def test_routing_is_merged_by_tokens(root, tmp_path):
     from interlens.interp.expert_load import RoutingStats
 
     config = talk.config(tmp_path, run={"dir": str(tmp_path / "moe")})
-    folder.enter(config, config.run.dir)
+    enter.enter(config, config.run.dir)
     unit = next(iter(expand(config)))
     writer = UnitWriter(config.run.dir, unit, {"alice": "tiny", "bob": "tiny"})
     add_trunks(writer, unit)

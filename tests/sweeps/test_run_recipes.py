@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import sweeps
-from sweeps import folder
-from sweeps.plan import expand
-from sweeps.writer import UnitWriter
+from sweeps.driver import enter
+from sweeps.folder.writer import UnitWriter
+from sweeps.plan.expand import expand
 from tests.sweeps import talk
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
@@ -19,7 +19,7 @@ RECIPES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 def root(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("recipes")
     config = talk.config(tmp_path)
-    folder.enter(config, config.run.dir)
+    enter.enter(config, config.run.dir)
     for unit in expand(config):
         writer = UnitWriter(config.run.dir, unit, {"alice": "tiny", "bob": "tiny"})
         for trunk in unit.trunks:

@@ -5,13 +5,13 @@ import pyarrow.parquet as pq
 import pytest
 
 import sweeps
-from sweeps import folder
 from sweeps.cli import main
-from sweeps.compare import compare
-from sweeps.config import ConfigError
-from sweeps.export import export
-from sweeps.plan import expand
-from sweeps.writer import UnitWriter
+from sweeps.commands.compare import compare
+from sweeps.commands.export import export
+from sweeps.driver import enter
+from sweeps.errors import ConfigError
+from sweeps.folder.writer import UnitWriter
+from sweeps.plan.expand import expand
 from tests.sweeps import talk
 
 
@@ -19,7 +19,7 @@ def run_of(tmp_path, name, change=lambda number, message: None, seed=0, **option
     """Cells without trunks before them."""
     alone = {**talk.SCENARIO, "seed": seed, "trunk": {"turns": 0, "seeds": 2}}
     config = talk.config(tmp_path, scenario=alone, run={"dir": str(tmp_path / name)}, **options)
-    folder.enter(config, config.run.dir)
+    enter.enter(config, config.run.dir)
     number = 0
     for unit in expand(config):
         writer = UnitWriter(config.run.dir, unit, {"alice": "tiny", "bob": "tiny"})
@@ -97,8 +97,8 @@ def test_export_takes_expressions_layers_and_a_format(tmp_path, capsys):
 def test_directions_are_exported_as_a_control_vector(tmp_path, capsys):
     from gguf import GGUFReader
 
-    from sweeps.aggregates import finalize
-    from sweeps.config import AggregateConfig
+    from sweeps.aggregates.results import finalize
+    from sweeps.config.schema import AggregateConfig
 
     run = run_of(tmp_path, "a")
     assert main(["export", str(run.root), str(tmp_path / "v.gguf")]) == 1

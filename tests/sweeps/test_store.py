@@ -10,14 +10,17 @@ import pytest
 import torch
 
 import sweeps
-from sweeps import folder, garbage, store
+from sweeps import errors
 from sweeps.compose import from_plain
-from sweeps.places import Remote, place
-from sweeps.plan import expand
-from sweeps.planfile import PlanFile
-from sweeps.run import read_trunk
-from sweeps.verify import verify
-from sweeps.writer import UnitWriter
+from sweeps.driver import enter
+from sweeps.errors import ConfigError
+from sweeps.folder import commits, files, garbage
+from sweeps.folder.place import Remote, place
+from sweeps.folder.plan_reader import PlanFile
+from sweeps.folder.reader import RunFolder
+from sweeps.folder.verify import verify
+from sweeps.folder.writer import UnitWriter
+from sweeps.plan.expand import expand
 from tests.sweeps import talk
 from tests.sweeps.test_run import answer
 
@@ -36,21 +39,21 @@ def root(request, tmp_path):
 
 
 def test_a_name_is_created_once(root):
-    store.write_new(root, "a/b.json", b'{"n":1}')
+    files.write_new(root, "a/b.json", b'{"n":1}')
     with pytest.raises(FileExistsError):
-        store.write_new(root, "a/b.json", b'{"n":2}')
-    assert store.read_json(root, "a/b.json") == {"n": 1}
-    store.replace(root, "c.json", b'{"n":1}')
-    store.replace(root, "c.json", b'{"n":2}')
-    assert store.read_json(root, "c.json") == {"n": 2}
-    store.delete(root, "c.json")
-    store.delete(root, "c.json")
+        files.write_new(root, "a/b.json", b'{"n":2}')
+    assert files.read_json(root, "a/b.json") == {"n": 1}
+    files.replace(root, "c.json", b'{"n":1}')
+    files.replace(root, "c.json", b'{"n":2}')
+    assert files.read_json(root, "c.json") == {"n": 2}
+    files.delete(root, "c.json")
+    files.delete(root, "c.json")
     with pytest.raises(FileNotFoundError):
-        store.read_json(root, "c.json")
+        files.read_json(root, "c.json")
 
 
 def test_a_write_that_breaks_leaves_no_name(root):
-    with pytest.raises(RuntimeError, match="half way"), store.create(root, "a.bin") as out:
+    with pytest.raises(RuntimeError, match="half way"), files.create(root, "a.bin") as out:
         out.write(b"x" * 100)
         raise RuntimeError("half way")
     assert not (place(root) / "a.bin").exists()
@@ -61,8 +64,8 @@ def test_of_many_writers_one_wins(root):
     outcome = []
 
     def write(attempt):
-        commit = store.Commit(unit="u000000", attempt=attempt, cells=tuple("abc"))
-        outcome.append((store.write_commit(root, commit), attempt))
+        commit = commits.Commit(unit="u000000", attempt=attempt, cells=tuple("abc"))
+        outcome.append((commits.write_commit(root, commit), attempt))
 
     threads = [threading.Thread(target=write, args=(f"{n:08x}",)) for n in range(8)]
     for thread in threads:
@@ -70,48 +73,48 @@ def test_of_many_writers_one_wins(root):
     for thread in threads:
         thread.join()
     (winner,) = [attempt for said, attempt in outcome if said == "won"]
-    assert store.read_commit(root, "u000000").attempt == winner and len(outcome) == 8
+    assert commits.read_commit(root, "u000000").attempt == winner and len(outcome) == 8
 
 
 def test_a_lost_reply_is_still_a_success(s3, tmp_path, monkeypatch):
     """The put succeeds and its answer never arrives: the retry finds its own commit."""
     root = f"{s3}/{tmp_path.name}"
-    real, calls = store.write_new, []
+    real, calls = files.write_new, []
 
     def reply_lost(*arguments):
         real(*arguments)
         calls.append(arguments)
         raise TimeoutError("no answer")
 
-    monkeypatch.setattr(store, "write_new", reply_lost)
-    assert store.write_commit(root, store.Commit(unit="u000000", attempt="aaaaaaaa")) == "won" and len(calls) == 1
-    monkeypatch.setattr(store, "write_new", real)
-    assert store.write_commit(root, store.Commit(unit="u000000", attempt="bbbbbbbb")) == "lost"
+    monkeypatch.setattr(commits, "write_new", reply_lost)
+    assert commits.write_commit(root, commits.Commit(unit="u000000", attempt="aaaaaaaa")) == "won" and len(calls) == 1
+    monkeypatch.setattr(commits, "write_new", real)
+    assert commits.write_commit(root, commits.Commit(unit="u000000", attempt="bbbbbbbb")) == "lost"
 
     def never_arrives(*arguments):
         calls.append(arguments)
         raise TimeoutError("no answer")
 
-    monkeypatch.setattr(store, "write_new", never_arrives)
+    monkeypatch.setattr(commits, "write_new", never_arrives)
     with pytest.raises(TimeoutError):
-        store.write_commit(root, store.Commit(unit="u000001", attempt="aaaaaaaa"))
-    assert len(calls) == 4 and store.read_commit(root, "u000001") is None
+        commits.write_commit(root, commits.Commit(unit="u000001", attempt="aaaaaaaa"))
+    assert len(calls) == 4 and commits.read_commit(root, "u000001") is None
 
 
 def test_commits_are_listed_in_order_and_nothing_else_is(root):
     names = ["u000010", "u000002", "u000002.0", "u000002.1", "u000002.1.0", "u000002.r", "u000003"]
     for name in names:
-        store.write_commit(root, store.Commit(unit=name, attempt="aaaaaaaa"))
+        commits.write_commit(root, commits.Commit(unit=name, attempt="aaaaaaaa"))
     for foreign in (".DS_Store", "notes.json", "u1-copy.json", "u000002.json.bak"):
-        store.write_new(root, f"_commits/{foreign}", b"{")
-    assert [c.unit for c in store.list_commits(root)] == [
+        files.write_new(root, f"_commits/{foreign}", b"{")
+    assert [c.unit for c in commits.list_commits(root)] == [
         "u000002", "u000002.0", "u000002.1", "u000002.1.0", "u000002.r", "u000003", "u000010",
     ]  # fmt: skip
 
 
 def test_a_whole_run_anywhere(root, tmp_path):
     config = talk.config(tmp_path, run={"dir": root})
-    assert folder.enter(config, root).num_cells == 24
+    assert enter.enter(config, root).num_cells == 24
     units = list(PlanFile(root).units())
     assert units == list(expand(config))
     for unit in units[:2]:
@@ -133,19 +136,19 @@ def test_a_whole_run_anywhere(root, tmp_path):
         "cold",
     }
     assert run.outcomes().num_rows == 16
-    assert read_trunk(root, cell.trunk, "u000000")[0].content == f"t {cell.trunk}"
+    assert RunFolder(root).trunk(cell.trunk)[0].content == f"t {cell.trunk}"
     found = verify(root, deep=True)
     assert found.ok and found.counts["records"] == 48
-    store.write_new(root, "messages/u000000-deadbeef.parquet", b"late")
+    files.write_new(root, "messages/u000000-deadbeef.parquet", b"late")
     assert garbage.collect(root, leased=True) == ["messages/u000000-deadbeef.parquet"]
-    assert folder.enter(config, root).state == "same"
+    assert enter.enter(config, root).state == "same"
     larger = talk.config(
         tmp_path, run={"dir": root}, grid={"framing": {"warm": "Be warm.", "cold": "Be cold.", "x": "y"}}
     )
-    assert folder.enter(larger, root).new_cells == 12
+    assert enter.enter(larger, root).new_cells == 12
     assert sweeps.open(root).counts == {"done": 16, "failed": 0, "pending": 20}
-    with pytest.raises(folder.RunRefused, match="holds another run"):
-        folder.enter(config, root)
+    with pytest.raises(errors.RunRefused, match="holds another run"):
+        enter.enter(config, root)
 
 
 def test_file_systems_without_links_are_refused_at_the_start(tmp_path, monkeypatch):
@@ -154,8 +157,8 @@ def test_file_systems_without_links_are_refused_at_the_start(tmp_path, monkeypat
 
     monkeypatch.setattr(os, "link", no_links)
     config = talk.config(tmp_path)
-    with pytest.raises(folder.RunRefused, match="no hard links"):
-        folder.enter(config, config.run.dir)
+    with pytest.raises(errors.RunRefused, match="no hard links"):
+        enter.enter(config, config.run.dir)
 
 
 def test_remote_paths_behave_like_paths(s3):
@@ -164,7 +167,7 @@ def test_remote_paths_behave_like_paths(s3):
     found = base / "a" / "b.tar.gz"
     assert (found.name, found.stem, found.suffix, found.parent.name) == ("b.tar.gz", "b.tar", ".gz", "a")
     assert found.relative_to(base) == "a/b.tar.gz" and not found.exists() and list(base.iterdir()) == []
-    store.write_new(base, "a/b.tar.gz", b"12345")
+    files.write_new(base, "a/b.tar.gz", b"12345")
     assert found.exists() and found.is_file() and (base / "a").is_dir() and found.stat().st_size == 5
     assert list(base.rglob("*")) == [found] and list((base / "a").glob("*.gz")) == [found]
     assert found.read_range(1, 3) == b"23"
@@ -179,7 +182,7 @@ HOSTILE = ["../../up", "/etc/passwd", "a/b", "x" * 10_000, "аlice", ".", "..", 
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_names_from_data_never_leave_the_folder(tmp_path, name):
     config = talk.config(tmp_path, scenario={**talk.SCENARIO, "items": [{"id": name, "topic": name}]})
-    folder.enter(config, config.run.dir)
+    enter.enter(config, config.run.dir)
     (unit,) = PlanFile(config.run.dir).units()
     writer = UnitWriter(config.run.dir, unit, {"bob": "tiny"})
     for trunk in unit.trunks:
@@ -198,17 +201,17 @@ def test_names_from_data_never_leave_the_folder(tmp_path, name):
 @pytest.mark.parametrize("name", ["../x", "a/b", "", "..", "x" * 100, "аlice", "a\nb"])
 def test_such_names_are_refused_where_users_choose_them(tmp_path, name):
     people = {name: {"model": "tiny"}, "bob": {"model": "tiny"}}
-    with pytest.raises(sweeps.config.ConfigError, match="cannot name a participant"):
+    with pytest.raises(ConfigError, match="cannot name a participant"):
         talk.config(tmp_path, scenario={**talk.SCENARIO, "participants": people}, capture=None)
     models = {name: {"source": "hub/x"}, "tiny": {"source": "hub/y"}}
-    with pytest.raises(sweeps.config.ConfigError, match="cannot name a model"):
+    with pytest.raises(ConfigError, match="cannot name a model"):
         talk.config(tmp_path, models=models, capture=None)
 
 
 def test_nothing_in_a_folder_is_run(tmp_path):
     """YAML tags, pickles and analyzers in a folder are text: opening and verifying it starts nothing."""
     config = talk.config(tmp_path)
-    folder.enter(config, config.run.dir)
+    enter.enter(config, config.run.dir)
     planted = tmp_path / "run" / "config-0.yaml"
     planted.write_text(planted.read_text() + f"\nx: !!python/object/apply:os.system ['touch {tmp_path}/pwned']\n")
     with pytest.raises(Exception, match="python/object"):
@@ -218,8 +221,8 @@ def test_nothing_in_a_folder_is_run(tmp_path):
 
 def test_code_that_a_folder_names_is_never_imported(tmp_path, monkeypatch, capsys):
     """An aggregate's kind and an analyzer may be import paths, in the user's own configuration only."""
-    from sweeps import driver
     from sweeps.cli import main
+    from sweeps.driver import entry as driver_entry
 
     people = {"alice": {"kind": "scripted", "lines": ["hello"]}}
     plain = {
@@ -227,39 +230,39 @@ def test_code_that_a_folder_names_is_never_imported(tmp_path, monkeypatch, capsy
         "cluster": {"executor": "inline"}, "run": {"progress": "none", "dir": str(tmp_path / "run")},
     }  # fmt: skip
     config = from_plain(plain)
-    assert driver.run(config, config.run.dir) == 0
+    assert driver_entry.run(config, config.run.dir) == 0
     planted = tmp_path / "run" / "config-0.yaml"
     evil = f"touch {tmp_path}/pwned"
-    content = {**store.read_yaml(tmp_path / "run", "config-0.yaml")}
+    content = {**files.read_yaml(tmp_path / "run", "config-0.yaml")}
     content["aggregate"] = [{"name": evil, "options": {"kind": "os:system"}}]
     content["scenario"]["analyzers"] = ["antigravity:nothing"]
-    planted.write_bytes(store.dump_yaml(content))
+    planted.write_bytes(files.dump_yaml(content))
     plan = tmp_path / "run" / "plan" / "part-0.parquet"  # made by somebody who knows that it holds the hash of settings
     pq.write_table(pq.read_table(plan).replace_schema_metadata(), plan)
     assert main(["aggregate", str(tmp_path / "run")]) == 1
     assert "nothing that a run folder names is imported" in capsys.readouterr().err
     assert main(["aggregate", str(tmp_path / "run"), f"name={evil}", "pool=mean"]) == 1
     escaping = {**content, "aggregate": [{"name": "../../out", "options": {"kind": "outcomes"}}]}
-    planted.write_bytes(store.dump_yaml(escaping))
+    planted.write_bytes(files.dump_yaml(escaping))
     assert main(["aggregate", str(tmp_path / "run")]) == 1 and not (tmp_path / "out.json").exists()
-    planted.write_bytes(store.dump_yaml(content))
+    planted.write_bytes(files.dump_yaml(content))
     for command in ("report", "status", "verify"):
         assert main([command, str(tmp_path / "run")]) == 0
     more = from_plain({**plain, "scenario": {**plain["scenario"], "branch": {"turns": 1, "seeds": 2}}})
     (tmp_path / "run" / "_commits" / "u000000.json").unlink()
-    assert driver.run(more, config.run.dir) == 0
+    assert driver_entry.run(more, config.run.dir) == 0
     assert not (tmp_path / "pwned").exists() and "antigravity" not in sys.modules
 
 
 def test_paths_in_a_commit_cannot_point_outside(tmp_path):
     config = talk.config(tmp_path)
-    folder.enter(config, config.run.dir)
+    enter.enter(config, config.run.dir)
     (tmp_path / "secret").write_text("s")
     entry = {"path": "../secret", "table": "messages", "rows": 0, "bytes": 1, "sha256": ""}
-    store.write_new(config.run.dir, "_commits/u000000.json",
+    files.write_new(config.run.dir, "_commits/u000000.json",
                     json.dumps({"unit": "u000000", "attempt": "aaaaaaaa", "files": [entry]}).encode())  # fmt: skip
     assert any("outside the run folder" in problem for problem in verify(config.run.dir).problems)
-    with pytest.raises(store.Damaged, match="outside"):
+    with pytest.raises(errors.Damaged, match="outside"):
         sweeps.open(config.run.dir).files("messages")
 
 
@@ -307,10 +310,10 @@ def test_secrets_never_reach_disk_or_terminal(tmp_path, monkeypatch, capsys):
     for path in (tmp_path / "runs").rglob("*"):
         assert not path.is_file() or secret.encode() not in path.read_bytes(), path
     api = {"ann": {"kind": "api", "model": "m", "provider": "openai", "base_url": f"http://me:{secret}@host/v1"}}
-    with pytest.raises(sweeps.config.ConfigError, match="holds a secret") as caught:
+    with pytest.raises(ConfigError, match="holds a secret") as caught:
         talk.config(tmp_path, scenario={**talk.SCENARIO, "participants": api}, capture=None)
     assert secret not in str(caught.value)
-    with pytest.raises(sweeps.config.ConfigError, match="unknown key"):
+    with pytest.raises(ConfigError, match="unknown key"):
         talk.config(tmp_path, scenario={**talk.SCENARIO, "participants": {"ann": {**api["ann"], "api_key": secret}}})
     for typed in (f"run.dir=s3://me:{secret}@bucket/x", f"scenario.opening=http://h/v1?key={secret}"):
         assert main(["run", *SCRIPTED, typed]) == 1

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 import sweeps
-from sweeps import folder, store, tables, tensors
-from sweeps.plan import expand
-from sweeps.run import read_trunk
-from sweeps.writer import UnitWriter
+from sweeps.driver import enter
+from sweeps.folder import commits, schemas, tensors
+from sweeps.folder.reader import RunFolder
+from sweeps.folder.writer import UnitWriter
+from sweeps.plan.expand import expand
 from tests.sweeps import talk
 
 MODELS = {"alice": "tiny", "bob": "tiny"}
@@ -22,7 +23,7 @@ MODELS = {"alice": "tiny", "bob": "tiny"}
 @pytest.fixture
 def run(tmp_path):
     config = talk.config(tmp_path)
-    folder.enter(config, config.run.dir)
+    enter.enter(config, config.run.dir)
     return config, list(expand(config))
 
 
@@ -90,10 +91,10 @@ def test_a_unit_is_closed_once(run):
 
 def test_the_same_attempt_hears_that_it_won(run):
     config, units = run
-    commit = store.Commit(unit=units[0].id, attempt="aaaaaaaa", cells=("x",))
-    assert store.write_commit(config.run.dir, commit) == "won"
-    assert store.write_commit(config.run.dir, commit) == "won"
-    assert store.read_commit(config.run.dir, units[0].id) == commit
+    commit = commits.Commit(unit=units[0].id, attempt="aaaaaaaa", cells=("x",))
+    assert commits.write_commit(config.run.dir, commit) == "won"
+    assert commits.write_commit(config.run.dir, commit) == "won"
+    assert commits.read_commit(config.run.dir, units[0].id) == commit
 
 
 def test_an_existing_name_is_an_error(run):
@@ -150,7 +151,7 @@ def test_commits_say_what_the_files_are(run):
     config, units = run
     write(config, units[0]).commit()
     root = sweeps.open(config.run.dir).root
-    (commit,) = store.list_commits(root)
+    (commit,) = commits.list_commits(root)
     assert {f["table"] for f in commit.files} == {"messages", "records", "activations", "stats", "outcomes"}
     for file in commit.files:
         data = (root / file["path"]).read_bytes()
@@ -158,7 +159,7 @@ def test_commits_say_what_the_files_are(run):
         if file["path"].endswith(".parquet"):
             assert pq.read_metadata(root / file["path"]).num_rows == file["rows"]
             assert (
-                pq.read_schema(root / file["path"]).metadata[b"schema_version"] == str(tables.SCHEMA_VERSION).encode()
+                pq.read_schema(root / file["path"]).metadata[b"schema_version"] == str(schemas.SCHEMA_VERSION).encode()
             )
     assert not list((root / "_tmp").iterdir())
 
@@ -173,7 +174,7 @@ def test_abandoned_attempts_leave_nothing(run):
 
 def test_big_shards_are_cut(run, monkeypatch):
     config, units = run
-    monkeypatch.setattr("sweeps.writer.FILE_BYTES", 300)
+    monkeypatch.setattr("sweeps.folder.writer.FILE_BYTES", 300)
     write(config, units[0]).commit()
     run = sweeps.open(config.run.dir)
     assert len(run.files("activations")) > 2
@@ -215,8 +216,8 @@ def test_trunks_are_read_back_verbatim(run):
     config, units = run
     write(config, units[0]).commit()
     trunk = units[0].trunks[1]
-    found = read_trunk(config.run.dir, trunk.id, units[0].id)
+    found = RunFolder(config.run.dir).trunk(trunk.id)
     expected = talk.said("alice", f"t {trunk.id}", 1)
     assert found[1] == expected and found[1].fed == expected.fed
     with pytest.raises(KeyError):
-        read_trunk(config.run.dir, "unknown", units[0].id)
+        RunFolder(config.run.dir).trunk("unknown")

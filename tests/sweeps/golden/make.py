@@ -4,10 +4,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from sweeps import folder
 from sweeps.compose import from_plain
-from sweeps.plan import expand
-from sweeps.writer import UnitWriter
+from sweeps.driver import enter
+from sweeps.folder.writer import UnitWriter
+from sweeps.plan.expand import expand
 from tests.sweeps import talk
 from tests.sweeps.test_run import answer
 
@@ -34,7 +34,7 @@ def config(root):
 
 def write(root):
     settings = config(root)
-    folder.enter(settings, root)
+    enter.enter(settings, root)
     (unit,) = expand(settings)
     writer = UnitWriter(root, unit, {"alice": "tiny", "bob": "tiny"}, attempt="0123abcd")
     writer.add_trunk(unit.trunks[0].id, [talk.Message("moderator", "About tea."), talk.said("alice", "Tea.")])

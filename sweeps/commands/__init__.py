@@ -1,0 +1,1 @@
+"""One file per command: its help, its parser and what it does."""

@@ -1,0 +1,1 @@
+"""What is asked: dataclasses, strict building, axes and limits. Knows no Hydra."""

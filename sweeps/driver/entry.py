@@ -1,0 +1,107 @@
+"""`run`: one sweep in one folder, from its lease to its exit code. Every expected error becomes one line."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from interlens.errors import InterlensError
+
+from .. import errors
+from ..config.schema import SweepConfig
+from ..errors import Held
+from ..failpoints import reach
+from ..folder.cells import Unit
+from ..folder.lease import Lease
+from ..folder.place import Remote, place
+from ..plan.checks import require_models
+from ..plan.expand import expand
+from . import enter as enter_module
+from .driver import Driver
+from .enter import Entered, check_place, check_space, check_writable, other_aggregates, other_analyzers, usable
+from .executors.base import REPLICA
+from .ledger import LedgerError
+from .progress import Progress
+from .stops import Stop, command, signals
+
+
+def run(
+    config: SweepConfig, run_dir: str | Path, *, replica: str = REPLICA,
+    enter: Callable[[SweepConfig, Any, Callable[[], None]], Entered] | None = None,
+) -> int:  # fmt: skip
+    """Run what is missing of a sweep in `run_dir` and return the exit code. Never raises for what a run can meet.
+
+    enter: starts or continues the folder; None: `folder.enter`, from the configuration.
+    """
+    root = place(run_dir)
+    progress = Progress(root, config.run.progress, config.run.interval_s)
+    lease = Lease(root, say=progress.say)
+    try:
+        with signals(_stop_here):
+            units = _before(config, root, replica) if enter is None else None
+            with usable(root):
+                lease.acquire()
+            reach("driver.leased")
+            entered = (
+                enter(config, root, lease.confirm) if enter else enter_module.enter(config, root, lease.confirm, units)
+            )
+            reach("driver.planned")
+            if entered.state != "new" and (others := other_aggregates(config, root)):
+                progress.say(f"aggregates that this folder was not begun with: {', '.join(others)}; "
+                             f"`sweeps aggregate {root} name=... kind=...` computes others from what is stored")  # fmt: skip
+            if entered.state != "new" and not enter and other_analyzers(config, root):
+                progress.say("this folder was begun with other analyzers or judges: cells that are finished keep what those "
+                             "said, in the same columns")  # fmt: skip
+            progress.event("started", found=entered.state, new_cells=entered.new_cells, command=command())
+            return Driver(config, root, progress, lease, replica).run()
+    except Stop as stop:
+        progress.complain(f"stopped: {stop.reason}; continue with: {command()}")
+        return stop.code
+    except (Held, errors.RunRefused, LedgerError) as error:
+        hint = f"; `sweeps verify {root} --deep --reopen` shows and mends it" * isinstance(error, LedgerError)
+        progress.complain(f"sweeps: refused: {error}{hint}")
+        return 5
+    except OSError as error:
+        progress.complain(f"sweeps: {error}")
+        return 5 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 1
+    except InterlensError as error:
+        progress.complain(f"sweeps: {error}")
+        if lease.number:
+            progress.event("error", error=str(error))
+        return 1
+    except Exception as error:
+        unreadable = type(error).__module__.startswith("pyarrow")
+        text = (
+            f"sweeps: {error}; `sweeps verify {root} --deep` says what is wrong"
+            if unreadable
+            else traceback.format_exc()
+        )
+        progress.complain(text)
+        progress.event("error", error=str(error))
+        return 1
+    finally:
+        lease.release()
+        progress.close()
+
+
+def _before(config: SweepConfig, root: Path | Remote, replica: str) -> Iterator[Unit] | None:
+    """Refuse what can be refused while nothing is written; the units of a new folder, begun to be expanded."""
+    with usable(root):
+        check_place(root)
+        if (root / "run.json").is_file():
+            return None
+        check_writable(root)
+    check_space(config, root)
+    if replica == REPLICA:
+        require_models(config)
+    units = expand(config)
+    return itertools.chain([next(units)], units)
+
+
+def _stop_here(name: str) -> None:
+    """Where no unit is in flight everything can be cut off at any line, as by a kill."""
+    raise Stop(4, f"received {name}")

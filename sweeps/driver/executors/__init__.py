@@ -1,0 +1,1 @@
+"""Where replicas live: in this process, or as Ray actors."""

@@ -1,0 +1,27 @@
+"""Free space of a disk, and amounts as people read them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+RESERVE_BYTES = 500_000_000
+"""What a run leaves free on its disk."""
+
+
+def human(size: float) -> str:
+    """Bytes in the unit that reads best."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def free_bytes(root: Any) -> int:
+    """Free space of the disk on which a folder lies or will lie."""
+    path = Path(root).absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free

@@ -1,0 +1,1 @@
+"""Runs units with models: settings, turns, patches, judges."""
