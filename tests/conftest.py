@@ -58,7 +58,7 @@ def no_hook_left_behind(hooks_are_noted):
         pytest.fail(f"hooks left behind: {', '.join(left)}", pytrace=False)
 
 
-ON_THE_CLUSTER = ("tests/sweeps/test_faults.py", "tests/sweeps/test_ray.py")
+ON_THE_CLUSTER = ("tests/sweeps/driver/test_faults.py", "tests/sweeps/driver/test_ray.py")
 
 
 NOTED: list = []

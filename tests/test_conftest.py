@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import nn
 
-from .conftest import hooks_left
+from tests.conftest import hooks_left
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).resolve().parent.parent

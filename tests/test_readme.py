@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sweeps import apart
+from tests.support import apart
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

@@ -11,10 +11,9 @@ pytest.importorskip("anthropic")
 from interlens import APIParticipant, Conversation, ScriptedParticipant, SteeringSpec, UnsupportedIntervention
 from interlens.errors import APIFailed, BudgetExceeded
 from interlens.participants import Prices
-
-from .scripted import speaker
-from .server import ChatServer, serve
-from .tokenizers import family
+from tests.support.scripted import speaker
+from tests.support.server import ChatServer, serve
+from tests.support.tokenizers import family
 
 
 def api(url, name="remote", **options):

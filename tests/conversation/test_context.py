@@ -8,12 +8,11 @@ from interlens import APIParticipant, Conversation, Message, ScriptedParticipant
 from interlens.errors import ContextOverflow
 from interlens.participants import Participant
 from interlens.policies import DropOldestPolicy, SlidingWindowPolicy, SummarizePolicy, deny
-
-from .scripted import speaker
-from .server import ChatServer, serve
-from .test_api import api, talk
-from .test_tools import call
-from .tokenizers import family
+from tests.conversation.test_api import api, talk
+from tests.conversation.test_tools import call
+from tests.support.scripted import speaker
+from tests.support.server import ChatServer, serve
+from tests.support.tokenizers import family
 
 
 def words(messages, tools):

@@ -36,9 +36,8 @@ from interlens.policies import (
     edit,
 )
 from interlens.scheduler import finish
-
-from .scripted import speaker
-from .tokenizers import family
+from tests.support.scripted import speaker
+from tests.support.tokenizers import family
 
 
 def pair(**options):

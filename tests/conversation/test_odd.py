@@ -8,11 +8,10 @@ import pytest
 from interlens import ContextItem, Conversation
 from interlens.policies import DirectPipingPolicy, DropOldestPolicy, MessagingPolicy, SlidingWindowPolicy
 from interlens.views import template_of
-
-from .scripted import speaker
-from .test_templates import REASONS
-from .test_tools import add, call
-from .tokenizers import FAMILIES, family
+from tests.conversation.test_templates import REASONS
+from tests.conversation.test_tools import add, call
+from tests.support.scripted import speaker
+from tests.support.tokenizers import FAMILIES, family
 
 ODD = [
     "", " ", "\n\n", "<think>", "</think>", "a</think>b", "<think>x</think>y", "[THINK]q[/THINK]r", "<|im_end|>",

@@ -9,9 +9,8 @@ from interlens.interp.select import Layout, Select, TokenSequence
 from interlens.message import Fed
 from interlens.reasoning import Markers, PhaseTracker, find_markers, phases_of, split_reply
 from interlens.views import template_of
-
-from .scripted import speaker
-from .tokenizers import family
+from tests.support.scripted import speaker
+from tests.support.tokenizers import family
 
 LONG = Markers(open=((1, 2, 3),), close=((4, 5),), blank=frozenset({9}))
 SHORT = Markers(open=((1,),), close=((4,),))

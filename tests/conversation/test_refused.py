@@ -5,8 +5,8 @@ import pytest
 from interlens import APIParticipant, AutoModelParticipant, Conversation, ModelParticipant
 from interlens.errors import UnknownSite
 from interlens.loading import unload
-from tests.conversation import tokenizers
-from tests.tiny import tiny
+from tests.support import tokenizers
+from tests.support.tiny import tiny
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,8 @@ from interlens import Conversation, Message, ScriptedParticipant, dataset_field
 from interlens.participants import Participant
 from interlens.scheduler import Scheduler, drive
 from interlens.work import Ask
-
-from .scripted import engine, speaker
-from .tokenizers import family
+from tests.support.scripted import engine, speaker
+from tests.support.tokenizers import family
 
 
 def pair(**options):

@@ -36,9 +36,8 @@ from interlens.interp.select import Layout
 from interlens.message import Fed
 from interlens.participants import Participant, Prices
 from interlens.reasoning import Markers
-
-from .scripted import speaker
-from .tokenizers import family
+from tests.support.scripted import speaker
+from tests.support.tokenizers import family
 
 text = st.text(max_size=12)
 ids = st.lists(st.integers(0, 60000), max_size=6).map(tuple)

@@ -7,8 +7,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 from interlens import APIParticipant, AutoModelParticipant, Conversation
-
-from .serving import transformers_server
+from tests.support.serving import transformers_server
 
 
 @pytest.mark.slow

@@ -12,9 +12,8 @@ from interlens.policies import DirectPipingPolicy
 from interlens.views import TemplateError, message_token_spans, template_of
 from interlens.views.render import message_token_ids, render
 from interlens.views.view import View, ViewMessage
-
-from .scripted import speaker
-from .tokenizers import FAMILIES, family, make
+from tests.support.scripted import speaker
+from tests.support.tokenizers import FAMILIES, family, make
 
 # How each family writes its turns: (role, content) by its own markers alone.
 TURNS = {

@@ -19,9 +19,8 @@ from interlens.calls import (
 from interlens.policies import approve, deny
 from interlens.tools import Tool
 from interlens.views import template_of
-
-from .scripted import speaker
-from .tokenizers import family
+from tests.support.scripted import speaker
+from tests.support.tokenizers import family
 
 
 def add(a: int, b: int = 1) -> int:

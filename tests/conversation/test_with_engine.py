@@ -20,10 +20,9 @@ from interlens import (
     UnsupportedIntervention,
 )
 from interlens.errors import UnknownSite
-from tests.tiny import tiny
-
-from .test_tools import add
-from .tokenizers import family
+from tests.conversation.test_tools import add
+from tests.support.tiny import tiny
+from tests.support.tokenizers import family
 
 
 @pytest.fixture(scope="module")

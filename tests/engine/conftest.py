@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def imports_are_not_searched():
-    from tests.tiny import FAMILIES, tiny
+    from tests.support.tiny import FAMILIES, tiny
 
     for family in FAMILIES:
         tiny(family)

@@ -11,9 +11,9 @@ from interlens.adapters import attach
 from interlens.engine.engine import Engine
 from interlens.engine.request import Request, Sampling
 from interlens.interp import CaptureSpec
-from tests.engine.reference import check, drain, generate, prompt, same, steer
 from tests.engine.test_faults import Own, raises
-from tests.tiny import tiny
+from tests.support.reference import check, drain, generate, prompt, same, steer
+from tests.support.tiny import tiny
 
 KEEP = tuple((layer, "residual") for layer in range(3))
 TARGETS = {"llama": ["q_proj", "v_proj", "down_proj"], "mixtral": ["q_proj", "o_proj"]}

@@ -16,7 +16,7 @@ from interlens.engine.request import Request, Sampling
 from interlens.interp import CaptureSpec, Select
 from interlens.interp.select import Layout
 from interlens.reasoning import Markers
-from tests.engine.reference import (
+from tests.support.reference import (
     MAIN,
     check,
     forward,
@@ -29,7 +29,7 @@ from tests.engine.reference import (
     steer,
     tolerance,
 )
-from tests.tiny import FAMILIES
+from tests.support.tiny import FAMILIES
 
 RESIDUALS = tuple((layer, "residual") for layer in range(3))
 MARKERS = Markers(open=tuple((t,) for t in range(3, 100, 3)), close=tuple((t,) for t in range(4, 100, 3)))

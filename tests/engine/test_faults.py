@@ -13,8 +13,8 @@ from interlens.engine.engine import Engine, engine_for
 from interlens.engine.request import Request, Sampling
 from interlens.errors import HookDidNotFire, NonFinite, UnsupportedIntervention
 from interlens.interp import CaptureSpec, Select, SteeringSpec
-from tests.engine.reference import direction, drain, model_of, prompt, same
-from tests.tiny import tiny
+from tests.support.reference import direction, drain, model_of, prompt, same
+from tests.support.tiny import tiny
 
 
 def requests(count=5, **options):

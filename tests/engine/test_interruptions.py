@@ -9,9 +9,9 @@ import torch
 
 from interlens.engine.engine import Engine
 from interlens.interp import CaptureSpec, SteeringSpec, capture_activations
-from tests.engine.reference import direction, drain, model_of, prompt, same, steer
 from tests.engine.test_faults import requests
 from tests.engine.test_interventions import LAYOUT
+from tests.support.reference import direction, drain, model_of, prompt, same, steer
 
 
 def test_threads_share_one_engine_without_cross_talk():

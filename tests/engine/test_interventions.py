@@ -13,7 +13,8 @@ from interlens.engine.request import Request, Sampling
 from interlens.errors import UnknownSite
 from interlens.interp import CaptureSpec, Intervention, Patch, Select, SteeringSpec
 from interlens.interp.select import Layout
-from tests.engine.reference import (
+from tests.engine.test_core import MARKERS
+from tests.support.reference import (
     MAIN,
     blocks,
     check,
@@ -27,8 +28,7 @@ from tests.engine.reference import (
     steer,
     tolerance,
 )
-from tests.engine.test_core import MARKERS
-from tests.tiny import FAMILIES, MOE_FAMILIES
+from tests.support.tiny import FAMILIES, MOE_FAMILIES
 
 SOME = ("llama", "gemma2", "mixtral")
 LAYOUT = Layout(

@@ -10,8 +10,8 @@ from interlens.engine.forward import Batch, Forward
 from interlens.engine.request import Request, Sampling
 from interlens.interp import CaptureSpec, Select
 from interlens.interp.select import Layout
-from tests.engine.reference import check, drain, generate, model_of, patch, prompt, same, steer
-from tests.tiny import FAMILIES, tiny
+from tests.support.reference import check, drain, generate, model_of, patch, prompt, same, steer
+from tests.support.tiny import FAMILIES, tiny
 
 SOME = ("llama", "gemma3", "mixtral")
 TRUNK = prompt(50, 100)

@@ -13,7 +13,7 @@ from scipy.stats import chisquare
 from interlens.engine.engine import Engine
 from interlens.engine.request import Request, Sampling
 from interlens.engine.sampling import NoiseKey, draw, uniform
-from tests.engine.reference import choose, drain, kept, model_of, prompt, same, uniforms
+from tests.support.reference import choose, drain, kept, model_of, prompt, same, uniforms
 
 SETTINGS = [
     dict(temperature=1.0, top_p=None), dict(temperature=0.5, top_p=None), dict(temperature=1.7, top_p=0.8),

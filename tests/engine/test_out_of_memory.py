@@ -10,9 +10,9 @@ from interlens.engine.collect import Collector
 from interlens.engine.engine import Engine
 from interlens.engine.slabs import Slabs
 from interlens.interp import CaptureSpec, SteeringSpec
-from tests.engine.reference import direction, drain, model_of, prompt, same
 from tests.engine.test_faults import Custom, requests
-from tests.tiny import tiny
+from tests.support.reference import direction, drain, model_of, prompt, same
+from tests.support.tiny import tiny
 
 
 def hungry(limit):

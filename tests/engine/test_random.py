@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from interlens.engine.request import Request, Sampling
 from interlens.interp import CaptureSpec
-from tests.engine.reference import check, forward, generate, model_of, patch, prompt, steer, tolerance
 from tests.engine.test_faults import Own, raises
 from tests.engine.test_interventions import LAYOUT, MODES, SELECTIONS
 from tests.engine.test_out_of_memory import Gasping
+from tests.support.reference import check, forward, generate, model_of, patch, prompt, steer, tolerance
 
 KEEP = tuple((layer, "residual") for layer in range(3))
 SAMPLINGS = (

@@ -10,7 +10,8 @@ from interlens.engine.engine import Engine
 from interlens.engine.request import Request, Sampling
 from interlens.interp import CaptureSpec, Select
 from interlens.interp.locate import layers_with, sites_of
-from tests.engine.reference import (
+from tests.engine.test_interventions import LAYOUT, SELECTIONS
+from tests.support.reference import (
     MAIN,
     check,
     drain,
@@ -24,7 +25,6 @@ from tests.engine.reference import (
     steer,
     tolerance,
 )
-from tests.engine.test_interventions import LAYOUT, SELECTIONS
 
 POOLS = (None, "mean", "last", "max")
 WARM = Sampling(temperature=1.0, top_p=0.95, max_new_tokens=8)

@@ -9,8 +9,8 @@ import transformers
 from interlens.engine.engine import Engine
 from interlens.engine.request import Request, Sampling
 from interlens.errors import UnsupportedIntervention
-from tests.engine.reference import drain, model_of, prompt
-from tests.tiny import FAMILIES
+from tests.support.reference import drain, model_of, prompt
+from tests.support.tiny import FAMILIES
 
 
 def request(number, length=6, new=8):

@@ -9,8 +9,8 @@ from interlens.engine.request import Request, Sampling
 from interlens.interp import CaptureSpec, RouterSteeringSpec, SteeringSpec, capture_activations
 from interlens.interp.locate import layers_with, site_width, sites_of
 from interlens.interp.routing import moe_layer_indices, moe_num_experts
-from tests.engine.reference import direction, model_of, prompt
-from tests.tiny import FAMILIES, MOE_FAMILIES
+from tests.support.reference import direction, model_of, prompt
+from tests.support.tiny import FAMILIES, MOE_FAMILIES
 
 NEW = prompt(5, 77)
 TIGHT = dict(rtol=1e-3, atol=5e-4)

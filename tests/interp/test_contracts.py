@@ -10,7 +10,7 @@ from interlens.interp.lens import logit_lens, unembed
 from interlens.interp.locate import decoder_layers, layers_with, num_layers, require_site, sites_of, verify
 from interlens.interp.sites import refusals
 from tests.interp.test_sites import read_all
-from tests.tiny import _BASE, _IDS, FAMILIES, tiny, tiny_multimodal, token_ids
+from tests.support.tiny import _BASE, _IDS, FAMILIES, tiny, tiny_multimodal, token_ids
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,7 +17,7 @@ from interlens.interp import (
 )
 from interlens.interp.locate import layers_with, num_layers, site_width, sites_of
 from interlens.interp.select import TokenSequence
-from tests.tiny import FAMILIES, tiny, token_ids
+from tests.support.tiny import FAMILIES, tiny, token_ids
 
 
 def direction(width=32, seed=0):

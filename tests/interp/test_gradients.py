@@ -16,7 +16,7 @@ from interlens.interp import (
     span_pooled_residuals,
 )
 from interlens.interp.locate import decoder_layers, layers_with, sites_of
-from tests.tiny import FAMILIES, tiny, token_ids
+from tests.support.tiny import FAMILIES, tiny, token_ids
 
 DENSE = (
     "llama",

@@ -22,8 +22,8 @@ from interlens.interp import (
     sites_of,
 )
 from interlens.rollout import run
-from tests.conversation.tokenizers import family as tokenizer_of
-from tests.tiny import tiny, token_ids
+from tests.support.tiny import tiny, token_ids
+from tests.support.tokenizers import family as tokenizer_of
 
 PATTERN = CaptureSpec("pattern")
 

@@ -21,7 +21,7 @@ from interlens.interp import (
     topk_expert_overlap,
 )
 from interlens.interp.locate import decoder_layers, locator
-from tests.tiny import MOE_FAMILIES, tiny, token_ids
+from tests.support.tiny import MOE_FAMILIES, tiny, token_ids
 
 
 def softmax(x):

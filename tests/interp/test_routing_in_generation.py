@@ -5,7 +5,7 @@ import torch
 
 from interlens.engine import Engine, Request, Sampling
 from interlens.interp import CaptureSpec, capture_router_logits, routing_of
-from tests.tiny import MOE_FAMILIES, tiny, token_ids
+from tests.support.tiny import MOE_FAMILIES, tiny, token_ids
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)

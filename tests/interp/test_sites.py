@@ -16,7 +16,7 @@ from interlens.interp.locate import (
     sites_of,
 )
 from interlens.interp.sites import canonical_site
-from tests.tiny import FAMILIES, MOE_FAMILIES, tiny, tiny_multimodal, token_ids
+from tests.support.tiny import FAMILIES, MOE_FAMILIES, tiny, tiny_multimodal, token_ids
 
 NO_MIDDLE = ("opt_post_norm", "gpt_neox", "falcon", "falcon_new")
 NORMED_QUERIES = ("qwen3", "gemma3", "olmo2", "olmo3", "olmoe", "qwen3_moe", "qwen3_next")

@@ -11,7 +11,7 @@ from interlens.interp import Patch, Select, SteeringSpec, attention_patterns, ca
 from interlens.interp.activation_cache import CaptureSpec
 from interlens.interp.locate import layers_with, num_layers, sites_of
 from interlens.studies import causal_trace, lens_table
-from tests.tiny import FAMILIES, tiny, token_ids
+from tests.support.tiny import FAMILIES, tiny, token_ids
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral", "gpt_neox"])

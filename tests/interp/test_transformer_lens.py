@@ -6,7 +6,7 @@ import torch
 from interlens.interp import Select, SteeringSpec
 from interlens.interp.locate import layers_with, num_layers
 from tests.interp.test_sites import read_all
-from tests.tiny import tiny, token_ids
+from tests.support.tiny import tiny, token_ids
 
 HOOKS = {
     "resid_pre": "hook_resid_pre",

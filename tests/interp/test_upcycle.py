@@ -6,7 +6,7 @@ import torch
 from interlens.interp import capture_router_logits, moe_num_experts, moe_topk, routing_stats
 from interlens.loading import load
 from interlens.upcycle import upcycle
-from tests.tiny import tiny, token_ids
+from tests.support.tiny import tiny, token_ids
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -7,7 +7,7 @@ from scipy.special import log_softmax
 from scipy.stats import entropy
 
 from interlens.interp import group_pool, span_pool, token_logprobs
-from tests.tiny import tiny, token_ids
+from tests.support.tiny import tiny, token_ids
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -8,9 +8,9 @@ import tempfile
 import pytest
 
 from sweeps.driver import entry
-from tests.sweeps import nodes
-from tests.sweeps.faulty import FaultyStore
-from tests.sweeps.small import build_model, contents, settings
+from tests.support import nodes
+from tests.support.faulty import FaultyStore
+from tests.support.small import build_model, contents, settings
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,1 @@
+"""What tests stand on: tiny models and tokenizers, fakes, faults, servers, references. No tests here."""
