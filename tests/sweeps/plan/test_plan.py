@@ -48,7 +48,8 @@ def test_every_cell_once_in_whole_trunks(tmp_path):
 
 
 def test_ids_are_the_same_in_another_process(tmp_path):
-    code = "import sys; sys.path.insert(0, '.'); from pathlib import Path; from tests.support import talk; from tests.sweeps.plan import test_plan;" \
+    code = "import sys; sys.path.insert(0, '.'); from pathlib import Path; from tests.support import talk;" \
+        "from tests.sweeps.plan import test_plan;" \
         f"print(sorted(test_plan.ids(talk.config(Path({str(tmp_path)!r})))))"  # fmt: skip
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
