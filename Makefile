@@ -1,7 +1,7 @@
 # `make demo` and `make test` set up .venv by themselves on first use; nothing else on the machine is touched.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench
+.PHONY: help setup demo check check-tests test soak lint format bench
 
 PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
@@ -9,7 +9,9 @@ SETUP := .venv/.installed
 
 help:
 	@echo "make demo    two sweeps on the embedded model, from config to findings (3 to 5 minutes after set-up)"
-	@echo "make test    lint, types and tests"
+	@echo "make check   lint, types and the tests that are not slow (2 minutes)"
+	@echo "make test    lint, types and every test (12 minutes)"
+	@echo "make soak    what takes minutes or an environment of its own, for SOAK_S seconds each"
 	@echo "make format  put the code in the form that lint wants"
 	@echo "make bench   speed of the engine against plain transformers, both measured in one run"
 	@echo "make setup   only .venv"
@@ -46,8 +48,18 @@ lint: $(SETUP)
 format: $(SETUP)
 	@$(PY) -m ruff check --quiet --fix . ; $(PY) -m ruff format .
 
+PYTEST := $(PY) -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
+
+check: lint check-tests
+
+check-tests: $(SETUP)
+	@$(PYTEST) -m "not slow and not soak" --quiet
+
 test: lint
-	@$(PY) -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
+	@$(PYTEST) -m "not soak"
+
+soak: $(SETUP)
+	@SOAK_S=$${SOAK_S:-60} $(PY) -m pytest -m soak
 
 bench: $(SETUP)
 	@$(PY) benchmarks/first.py

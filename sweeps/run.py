@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from .aggregates.shards import ShardedRun
 from .aggregates.source import Source
@@ -47,7 +48,6 @@ class Run(ShardedRun):
 
     def directions(self, name: str = "directions") -> dict[str, Tensor]:
         """Tensor name (`residual.16`) -> direction [D] float32 of unit norm, of one aggregate. KeyError: it has none."""
-        import torch
 
         file = self.root / f"aggregates/{name}.safetensors"
         if not file.is_file():

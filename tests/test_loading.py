@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def build_tiny(seed: int = 0) -> LlamaForCausalLM:
 
 
 @pytest.fixture
-def folder(tmp_path, smollm2) -> Path:
+def folder(tmp_path, smollm2) -> Iterator[Path]:
     """A model folder with a tiny random model and a real tokenizer."""
     path = tmp_path / "tiny"
     build_tiny().save_pretrained(path)

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyarrow import csv
 
 from ..config.grid import conditions
 from ..errors import ConfigError
@@ -223,12 +225,8 @@ def read_labels(path: str) -> pa.Table:
     if not Path(path).is_file():
         raise ValueError(f"labels: no file {path!r}")
     if str(path).endswith(".parquet"):
-        import pyarrow.parquet as pq
-
         table = pq.read_table(path)
     else:
-        from pyarrow import csv
-
         table = csv.read_csv(path, convert_options=csv.ConvertOptions(column_types={"cell": pa.string()}))
     if "cell" not in table.column_names:
         raise ValueError(f"labels: {path!r} has no column 'cell'; it has: {', '.join(table.column_names)}")

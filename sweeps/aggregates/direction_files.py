@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save
 
 from ..folder import files
 from ..plan import directions
@@ -23,7 +24,6 @@ def save_directions(
 
     `SteeringSpec.load` reads those named `<site>.<layer>` of the first one's site, as an addition with coef 1.
     """
-    from safetensors.numpy import save
 
     unit = {key: (np.asarray(v) / np.linalg.norm(v)).astype(np.float32) for key, v in tensors.items()}
     site = next(iter(unit)).partition(".")[0]

@@ -47,45 +47,48 @@ def check_scenario(scenario: ScenarioConfig) -> None:
         raise ConfigError("the scenario has no items; set scenario.items to a YAML, JSONL or Parquet file, or to rows")
     if not scenario.moderator:
         raise ConfigError("scenario.moderator is empty; give the moderator a name")
-    for name, p in scenario.participants.items():
-        at = f"scenario.participants.{name}"
-        if not NAME.fullmatch(name):
-            raise ConfigError(
-                f"{name!r} cannot name a participant; use up to 64 letters, digits, '_', '-', '.' or blanks"
-            )
-        if name == scenario.moderator:
-            raise ConfigError(f"{at} has the moderator's name; rename one of them (scenario.moderator)")
-        one_of(f"{at}.kind", p.kind, ("model", "scripted", "api"))
-        one_of(f"{at}.provider", p.provider, (None, "openai", "anthropic", "openrouter"))
-        if p.thinking not in ("auto", True, False):
-            raise ConfigError(f"{at}.thinking is {p.thinking!r}; possible: auto, true, false")
-        if p.kind != "scripted" and not p.model:
-            raise ConfigError(f"{at}.model is missing; give an embedded name (smollm2), a hub id or a folder")
-        if p.base_url and redact(p.base_url) != p.base_url:
-            raise ConfigError(f"{at}.base_url holds a secret; give it in the provider's environment variable instead")
-        if p.max_in_flight < 1 or p.timeout_s <= 0:
-            raise ConfigError(f"{at}.max_in_flight must be at least 1 and timeout_s above 0")
-        if p.prices and min(p.prices.prompt, p.prices.completion) < 0:
-            raise ConfigError(
-                f"{at}.prices are {p.prices.prompt:g} and {p.prices.completion:g}; they must be at least 0"
-            )
-        if p.kind == "scripted" and not p.lines:
-            raise ConfigError(f"{at}.lines is empty; a scripted participant needs what it says")
-        _sampling(at, p)
-        _seeds(f"{at}.seed", (p.seed or 0,))
+    for name, participant in scenario.participants.items():
+        _check_participant(name, participant, scenario.moderator)
     _seeds("scenario.seed", (scenario.seed,))
-    for part, least in (("trunk", 0), ("branch", 1)):
-        settings = getattr(scenario, part)
-        _sampling(f"scenario.{part}", settings)
-        if settings.turns < least:
-            raise ConfigError(f"scenario.{part}.turns is {settings.turns}; it must be at least {least}")
-        seeds = settings.seeds
-        if (isinstance(seeds, int) and seeds < 1) or (not isinstance(seeds, int) and not seeds):
-            raise ConfigError(f"scenario.{part}.seeds is {seeds!r}; give a number of at least 1, or a list of seeds")
-        if not isinstance(seeds, int) and len(set(seeds)) < len(seeds):
-            raise ConfigError(f"scenario.{part}.seeds names a seed twice: {list(seeds)}")
-        if not isinstance(seeds, int):
-            _seeds(f"scenario.{part}.seeds", seeds)
+    _check_part("trunk", scenario.trunk, 0)
+    _check_part("branch", scenario.branch, 1)
+
+
+def _check_participant(name: str, p: ParticipantConfig, moderator: str) -> None:
+    at = f"scenario.participants.{name}"
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} cannot name a participant; use up to 64 letters, digits, '_', '-', '.' or blanks")
+    if name == moderator:
+        raise ConfigError(f"{at} has the moderator's name; rename one of them (scenario.moderator)")
+    one_of(f"{at}.kind", p.kind, ("model", "scripted", "api"))
+    one_of(f"{at}.provider", p.provider, (None, "openai", "anthropic", "openrouter"))
+    if p.thinking not in ("auto", True, False):
+        raise ConfigError(f"{at}.thinking is {p.thinking!r}; possible: auto, true, false")
+    if p.kind != "scripted" and not p.model:
+        raise ConfigError(f"{at}.model is missing; give an embedded name (smollm2), a hub id or a folder")
+    if p.base_url and redact(p.base_url) != p.base_url:
+        raise ConfigError(f"{at}.base_url holds a secret; give it in the provider's environment variable instead")
+    if p.max_in_flight < 1 or p.timeout_s <= 0:
+        raise ConfigError(f"{at}.max_in_flight must be at least 1 and timeout_s above 0")
+    if p.prices and min(p.prices.prompt, p.prices.completion) < 0:
+        raise ConfigError(f"{at}.prices are {p.prices.prompt:g} and {p.prices.completion:g}; they must be at least 0")
+    if p.kind == "scripted" and not p.lines:
+        raise ConfigError(f"{at}.lines is empty; a scripted participant needs what it says")
+    _sampling(at, p)
+    _seeds(f"{at}.seed", (p.seed or 0,))
+
+
+def _check_part(part: str, settings: TrunkConfig | BranchConfig, least: int) -> None:
+    _sampling(f"scenario.{part}", settings)
+    if settings.turns < least:
+        raise ConfigError(f"scenario.{part}.turns is {settings.turns}; it must be at least {least}")
+    seeds = settings.seeds
+    if (isinstance(seeds, int) and seeds < 1) or (not isinstance(seeds, int) and not seeds):
+        raise ConfigError(f"scenario.{part}.seeds is {seeds!r}; give a number of at least 1, or a list of seeds")
+    if not isinstance(seeds, int) and len(set(seeds)) < len(seeds):
+        raise ConfigError(f"scenario.{part}.seeds names a seed twice: {list(seeds)}")
+    if not isinstance(seeds, int):
+        _seeds(f"scenario.{part}.seeds", seeds)
 
 
 def _sampling(at: str, given: ParticipantConfig | TrunkConfig | BranchConfig) -> None:
@@ -132,11 +135,25 @@ def check_choices(config: SweepConfig) -> None:
     for section, key in ABOVE_ZERO:
         if (value := getattr(getattr(config, section), key)) <= 0:
             raise ConfigError(f"{section}.{key} is {value:g}; it must be above 0 seconds")
+    _check_resources(config)
+    _check_models(config)
+    _check_analyzers(config)
+    for axis in config.grid:
+        if full_path(axis.path) == "scenario.opening" and config.scenario.trunk.turns:
+            raise ConfigError(
+                "grid.scenario.opening acts before the branch point; set scenario.trunk.turns=0 or use framing"
+            )
+
+
+def _check_resources(config: SweepConfig) -> None:
     for resource, amount in config.cluster.resources.items():
         if resource in NOT_CUSTOM:
             raise ConfigError(f"cluster.resources.{resource}: {NOT_CUSTOM[resource]}; resources are names of your own")
         if amount <= 0:
             raise ConfigError(f"cluster.resources.{resource} is {amount:g}; it must be above 0")
+
+
+def _check_models(config: SweepConfig) -> None:
     for name, model in config.models.items():
         if not NAME.fullmatch(name):
             raise ConfigError(f"{name!r} cannot name a model; use up to 64 letters, digits, '_', '-', '.' or blanks")
@@ -145,6 +162,9 @@ def check_choices(config: SweepConfig) -> None:
             raise ConfigError(
                 f"models.{name}.device is {model.device!r}; possible: auto, cpu, cuda, cuda:0, mps, balanced"
             )
+
+
+def _check_analyzers(config: SweepConfig) -> None:
     for analyzer in config.scenario.analyzers:
         if not re.fullmatch(r"[\w.]+:[\w.]+", analyzer):
             raise ConfigError(f"scenario.analyzers: {analyzer!r} is no import path; write module:function")
@@ -153,11 +173,6 @@ def check_choices(config: SweepConfig) -> None:
             getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"scenario.analyzers: cannot import {analyzer!r}: {error}") from None
-    for axis in config.grid:
-        if full_path(axis.path) == "scenario.opening" and config.scenario.trunk.turns:
-            raise ConfigError(
-                "grid.scenario.opening acts before the branch point; set scenario.trunk.turns=0 or use framing"
-            )
 
 
 def one_of(where: str, given: Any, possible: Sequence[Any]) -> None:

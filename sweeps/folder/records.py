@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
+import torch
 
 from interlens.interp.activation_cache import ActivationCache
 from interlens.interp.expert_load import RoutingStats
@@ -153,7 +154,6 @@ class Records(ABC):
         where nothing matches. Rows of one message and rows of whole cells are not mixed: without message_idx only the
         latter count where there are any.
         """
-        import torch
 
         if planned := {name: filters.pop(name) for name in list(filters) if name in self.planned_columns}:
             filters["cell"] = self.cells.filter(_expression(None, planned, self.planned_columns))["cell"].to_pylist()

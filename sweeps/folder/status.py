@@ -1,4 +1,4 @@
-"""`sweeps status`: how far a run is, from its folder alone. Loads neither torch nor pyarrow unless it must count."""
+"""`sweeps status`: how far a run is, from its folder alone. Loads no torch."""
 
 from __future__ import annotations
 

@@ -7,6 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
 from ..config.schema import SweepConfig
 from ..errors import ConfigError
 from ..folder.copies import copied_direction
@@ -61,7 +65,6 @@ def load_direction(config: SweepConfig, text: str, width: int, root: Any) -> Ten
 
     ValueError for another width; Damaged where the copy is not what was copied.
     """
-    import torch
 
     source = parse_direction(text)
     if source.kind == "random":
@@ -84,8 +87,6 @@ def _place(path: str) -> Path | Remote:
 
 
 def _read(source: Direction, text: str) -> Any:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
 
     if source.kind == "run" and not _place(source.path).is_dir():
         raise ConfigError(f"direction {text!r}: no run folder {source.path!r}; run that sweep first, or name another")
@@ -107,7 +108,6 @@ def _read(source: Direction, text: str) -> Any:
 
 def _instead(tensor: Tensor, source: Direction) -> Tensor:
     """The direction itself, or one of equal norm drawn in its place."""
-    import torch
 
     if not source.instead:
         return tensor

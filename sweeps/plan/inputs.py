@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save
+
 from ..config.digest import digest
 from ..config.grid import applied, full_path
 from ..config.schema import ParticipantConfig, SweepConfig
@@ -149,7 +151,6 @@ def _copy_run(source: Path | Remote, root: Any, name: str) -> None:
 def copy_into(config: SweepConfig, root: Any) -> None:
     """Copy every direction to `inputs/<hash>.safetensors` of the run folder, unless it is there; so other runs that
     patches read from, to `inputs/<hash>/`."""
-    from safetensors.torch import save
 
     for path in patches.runs(config):
         name = f"inputs/{config.inputs[f'run:{path}']}"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import yaml
 
 from ..config.shipped import conf_dir
@@ -84,7 +85,6 @@ def _rows(source: Any) -> Iterator[Any]:
 
 
 def _parquet(path: Path) -> Iterator[Any]:
-    import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches(4096):

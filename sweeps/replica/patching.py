@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
+import torch
 
 from interlens.capturing import by_spec
 from interlens.engine.request import Request
@@ -59,7 +60,6 @@ def patch(given: Given, turn: int, edit: InterventionConfig) -> list[Any]:
 
     They act after steering at their place: what stands there is what stood there in the donor, its steering included.
     """
-    import torch
 
     none = torch.zeros(0, 1)
     rows = {layer: given.get(_key(turn, edit, layer), none) for layer in edit.layers}

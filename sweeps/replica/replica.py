@@ -15,6 +15,8 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from ..config.grid import conditions
 from ..config.schema import SweepConfig
 from ..failpoints import reach
@@ -38,7 +40,6 @@ class Replica(Shared):
 
     def load(self) -> dict[str, Any]:
         """Load the models; returns their hashes and how long it took."""
-        import torch
 
         begun = time.monotonic()
         torch.set_num_threads(self._threads)

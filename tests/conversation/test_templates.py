@@ -51,7 +51,7 @@ def lookup(word: str) -> str:
     return word
 
 
-def parsed(name: str, text: str) -> list[tuple[str, str]]:
+def parsed(name: str, text: str) -> list[tuple[bool, str]]:
     """(own or other, content) of the turns in a rendered prompt, by the family's markers."""
     turns = [tuple(g for g in found if g) for found in re.findall(TURNS[name], text, re.DOTALL)]
     return [

@@ -212,7 +212,7 @@ def test_divergences_equal_scipy_definitions():
     from scipy.stats import entropy
 
     np.testing.assert_allclose(kl_divergence(p, q).numpy(), entropy(p, q, axis=-1), atol=1e-5)
-    np.testing.assert_allclose(js_divergence(p, q).numpy(), jensenshannon(p, q, axis=-1) ** 2, atol=1e-12)
+    np.testing.assert_allclose(js_divergence(p, q).numpy(), jensenshannon(p, q, axis=-1) ** 2, atol=1e-12)  # ty: ignore[unknown-argument]
     one, other = np.eye(6)[:1], np.eye(6)[1:2]
     assert abs(float(js_divergence(one, other)) - np.log(2)) < 1e-12
     assert torch.isfinite(kl_divergence(one, other)).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -14,7 +15,7 @@ class ChatServer:
     """`script`: what happens to each request in turn; then it answers. A step is a text, a dict (an assistant message),
     ("status", code, headers), "cut", "garbage", "drip" (blanks for 5 s) or ("slow", seconds)."""
 
-    def __init__(self, script: list[Any] = (), pause_s: float = 0.0):
+    def __init__(self, script: Sequence[Any] = (), pause_s: float = 0.0):
         self.script, self.pause_s = list(script), pause_s
         self.requests: list[dict[str, Any]] = []
         self.times: list[float] = []

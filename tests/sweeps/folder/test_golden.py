@@ -9,11 +9,15 @@ import pytest
 
 import sweeps
 from sweeps import errors
-from sweeps.driver import enter
+from sweeps.commands.capture import capture
+from sweeps.driver import enter, entry
 from sweeps.folder import schemas
+from sweeps.folder.about import versions
 from sweeps.folder.verify import verify
 from sweeps.plan.expand import expand
+from sweeps.report.page import write_report
 from tests.support import talk
+from tests.support.small import build_model, settings
 from tests.sweeps.folder.golden import make
 from tests.sweeps.folder.test_run import answer
 
@@ -73,3 +77,28 @@ def test_a_folder_of_another_version_is_never_continued(version, tmp_path):
     with pytest.raises(errors.RunRefused, match=said):
         enter.enter(make.config(tmp_path), tmp_path / "run")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_that_version_0_1_began_is_continued_verified_reported_and_captured(tmp_path, monkeypatch):
+    """Written by the code of 0.1.0, stopped after two of three units; `whole.json` is what it said when not stopped."""
+    begun = Path(__file__).with_name("golden") / "begun"
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(begun / "run", "run")
+    build_model("tiny")
+    about = json.loads(Path("run/run.json").read_text())
+    Path("run/run.json").write_text(
+        json.dumps({**about, "versions": versions()})
+    )  # the same libraries, wherever this runs
+    options = {"progress": "none", "interval_s": 0.2, "dir": "run"}
+    config = settings("tiny", scenario__analyzers=["sweeps.analyzers:enthusiasm"], run=options)
+    before = {path: path.read_bytes() for path in Path("run").rglob("*.*") if "_commits" in path.parts}
+    assert sweeps.open("run").counts == {"done": 8, "failed": 0, "pending": 4}
+    assert entry.run(config, "run") == 0
+    run = sweeps.open("run")
+    said = {cell: [[m.author, m.content] for m in run.messages(cell)] for cell in run.cells["cell"].to_pylist()}
+    assert said == json.loads((begun / "whole.json").read_text())
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert verify("run", deep=True).ok and write_report(run).is_file()
+    assert capture("run", ["layers=1", "sites=mlp", "participants=bob"]) == 0
+    assert len(run.refresh().query(site="mlp")) >= 12 and verify("run", deep=True).ok
+    assert entry.run(config, "run") == 0, "and then there is nothing to do"
