@@ -19,7 +19,7 @@ def hungry(limit):
     """A model that runs out of memory above `limit` rows."""
     model = tiny("llama", torch.float64)
 
-    class Hungry(type(model)):
+    class Hungry(type(model)):  # ty: ignore[unsupported-base]
         @functools.wraps(type(model).forward)
         def forward(self, *args, **kwargs):
             self.seen.append(kwargs["input_ids"].shape[0])
