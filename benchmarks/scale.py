@@ -142,12 +142,13 @@ def section_driver(args, folder: Path) -> None:
 def write_plan(cells: int, folder: Path) -> dict:
     """Expand a plan into a folder, and look at it as a driver does that begins."""
     from sweeps.folder import files, plan_reader, plan_writer
+    from sweeps.folder.store import open_store
     from sweeps.plan.expand import expand
 
     config, root = settings(cells, folder), folder / f"plan-{cells}"
     idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     begun = time.monotonic()
-    files.write_new(root, "config-0.yaml", files.dump_yaml(config.to_dict()))
+    open_store(root).write_new("config-0.yaml", files.dump_yaml(config.to_dict()))
     planned = plan_writer.write(root, 0, config.grid, expand(config))
     wall_s, plan = time.monotonic() - begun, plan_reader.PlanFile(root)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -210,7 +211,8 @@ def section_read(args, folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from sweeps.folder.tensors import MappedFile
+    from sweeps.folder.store import open_store
+    from sweeps.folder.tensors import open_file
 
     tensor = torch.randn(100_000, 1024)
     save_file({"residual.16.mean": tensor, "residual.12.mean": tensor.clone()}, folder / "layer.safetensors")
@@ -219,7 +221,7 @@ def section_read(args, folder: Path) -> None:
     flat.flush()
 
     def ours():
-        mapped = MappedFile(folder / "layer.safetensors")
+        mapped = open_file(open_store(folder), "layer.safetensors")
         return mapped.rows("residual.16.mean", 0, len(tensor)).numpy().mean(0)
 
     def theirs():

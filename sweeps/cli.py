@@ -80,7 +80,8 @@ def _guarded(action: Callable[[], int]) -> int:
     except Exception as error:
         if not isinstance(error, OSError) and not type(error).__module__.startswith("pyarrow"):
             raise
-        text = redact(" ".join(str(error).split()))
+        named = error.filename if isinstance(error, FileNotFoundError) and error.filename else error
+        text = redact(" ".join(str(named).split()))
         missing = "no such file: " * (isinstance(error, FileNotFoundError) and "o such file" not in text)
         print(f"sweeps: {missing}{text}; `sweeps verify` says what is wrong with a folder", file=sys.stderr)
         return ERROR

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -15,9 +14,10 @@ from .aggregates.shards import ShardedRun
 from .aggregates.source import Source
 from .aggregates.vectors import gather
 from .errors import did_you_mean
-from .folder.place import Remote, arrow, place
+from .folder import names
 from .folder.reader import TABLES
-from .folder.results import read_directions, read_results
+from .folder.results import direction_names, read_directions, read_results
+from .folder.store import Where
 from .plan.normal import resolved
 from .replica.models import Models
 from .replica.setting import Setting
@@ -44,17 +44,16 @@ class Run(ShardedRun):
     def results(self) -> dict[str, dict[str, Any]]:
         """Name -> result of every aggregate that has been finished, as in `aggregates/<name>.json`."""
 
-        return read_results(self.root)
+        return read_results(self.store)
 
     def directions(self, name: str = "directions") -> dict[str, Tensor]:
         """Tensor name (`residual.16`) -> direction [D] float32 of unit norm, of one aggregate. KeyError: it has none."""
 
-        file = self.root / f"aggregates/{name}.safetensors"
-        if not file.is_file():
-            found = sorted((self.root / "aggregates").glob("*.safetensors"))
-            known = ", ".join(path.stem for path in found if not path.stem.endswith(".arrays")) or "none"
-            raise KeyError(f"no directions of {name!r} here; there are: {known}")
-        return {key: torch.from_numpy(value) for key, value in read_directions(file)[0].items()}
+        if not self.store.exists(names.directions(name)):
+            raise KeyError(
+                f"no directions of {name!r} here; there are: {', '.join(direction_names(self.store)) or 'none'}"
+            )
+        return {key: torch.from_numpy(value) for key, value in read_directions(self.store, name)[0].items()}
 
     def plot(self, name: str) -> Shown:
         """The tables and charts of one aggregate, as the report has them; Jupyter shows them. KeyError: no result."""
@@ -96,7 +95,7 @@ class Run(ShardedRun):
         unit = self.plan.unit(planned["unit"])
         condition = next(c.condition for c in unit.cells if c.id == cell)
         config = resolved(self.config_of(unit.part), condition)
-        setting = Setting(config, Models(config), self.root)
+        setting = Setting(config, Models(config), self.store)
         made = setting.conversation("branch", unit.items[planned["item"]], self.messages(cell))
         made.key = (planned["item"], planned["trunk_seed"], planned["branch_seed"])
         if shared := self.num_trunk_messages(cell):
@@ -110,7 +109,7 @@ class Run(ShardedRun):
 
         if name not in TABLES:
             raise KeyError(f"no table {name!r}{did_you_mean(name, TABLES)}")
-        return read_parquet([arrow(place(file))[0] for file in self.files(name)], arrow(self.root)[1], columns)
+        return read_parquet([self.store.arrow(file) for file in self.paths(name)], self.store.arrow_fs, columns)
 
 
 class Runs:
@@ -186,16 +185,16 @@ def _named(table: pa.Table, run: Run) -> pa.Table:
 
 
 @overload
-def open(path: str | Path | Remote) -> Run: ...
+def open(path: Where) -> Run: ...
 
 
 @overload
-def open(path: Sequence[str | Path | Remote]) -> Runs: ...
+def open(path: Sequence[Where]) -> Runs: ...
 
 
-def open(path: str | Path | Remote | Sequence[str | Path | Remote]) -> Run | Runs:
+def open(path: Where | Sequence[Where]) -> Run | Runs:
     """A run folder, local or an fsspec URL; or several read together. ConfigError: none there, or an unknown schema."""
-    if isinstance(path, (str, Path, Remote)):
+    if isinstance(path, str) or not isinstance(path, Iterable):
         return Run(path)
 
     return Runs([Run(one) for one in path])

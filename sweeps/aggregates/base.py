@@ -1,4 +1,4 @@
-"""What an aggregate is: a `Sum` that streams, a `Fit` over stored data, and the `CellResult` both are given."""
+"""What an aggregate is: a `Sum` that streams and the `CellResult` it is given (a `Fit` over stored data: `fit.py`)."""
 
 from __future__ import annotations
 
@@ -59,12 +59,3 @@ class Sum(Protocol):
     def finish(self, state: State) -> dict[str, Any]:
         """The result as plain JSON values (arrays allowed; they are written as lists or safetensors)."""
         ...
-
-
-@runtime_checkable
-class Fit(Protocol):
-    """An aggregate over stored data, after it is in. `finished` is the same aggregate's sum, if it has one."""
-
-    name: str
-
-    def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]: ...

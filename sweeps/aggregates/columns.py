@@ -8,11 +8,10 @@ also `label.<column>` of a user's table, joined by `cell` and, where it has one,
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -21,8 +20,8 @@ import pyarrow.parquet as pq
 from pyarrow import csv
 
 from ..config.grid import conditions
+from ..config.schema import SweepConfig
 from ..errors import ConfigError
-from ..folder.place import place
 from ..plan.items import find as items_file
 from ..plan.items import read as read_items
 from .expressions import Expression
@@ -147,12 +146,26 @@ def check_met(expression: Expression, grid: Sequence[Any], most: int = 10_000) -
     raise ValueError(f"no condition of the grid meets {expression.source!r}: {has}")
 
 
-def axes_of(run: Any) -> list[str]:
+class Tabled(Protocol):
+    """What columns are looked up in: a run, or one unit of it."""
+
+    @property
+    def config(self) -> SweepConfig: ...
+
+    @property
+    def item_rows(self) -> Mapping[str, Mapping[str, Any]]: ...
+
+    def table(self, name: str, columns: Sequence[str] | None = None, filter: Any = None) -> pa.Table: ...
+
+    def outcomes(self) -> pa.Table: ...
+
+
+def axes_of(run: Tabled) -> list[str]:
     """Paths of the grid's axes."""
     return [axis.path for axis in run.config.grid]
 
 
-def columns(run: Any, table: pa.Table, names: Iterable[str], labels: str | None = None) -> pa.Table:
+def columns(run: Tabled, table: pa.Table, names: Iterable[str], labels: str | None = None) -> pa.Table:
     """The values of `names` for every row of an index table (as `Run.vectors` gives it): one column per name.
 
     KeyError for a name that is nowhere, listing what there is.
@@ -163,14 +176,14 @@ def columns(run: Any, table: pa.Table, names: Iterable[str], labels: str | None 
     return pa.table(found) if found else pa.table({"cell": table.column("cell")})
 
 
-def _column(run: Any, table: pa.Table, name: str, labels: str | None) -> Any:
+def _column(run: Tabled, table: pa.Table, name: str, labels: str | None) -> Any:
     shorts = short_names(axes_of(run))
     for known in (name, shorts.get(name)):
         if known is not None and known in table.column_names:
             return table.column(known)
     prefix, _, field = name.partition(".")
     if prefix == "item" and field:
-        rows = item_rows(run)
+        rows = run.item_rows
         return _looked_up(table.column("item"), {item: row.get(field) for item, row in rows.items()})
     if prefix == "outcome" and field:
         outcomes = run.outcomes()
@@ -187,27 +200,16 @@ def _column(run: Any, table: pa.Table, name: str, labels: str | None) -> Any:
     raise KeyError(f"no column {name!r}; there are: {', '.join(known)}")
 
 
-def _own(outcomes: pa.Table, run: Any) -> list[str]:
+def _own(outcomes: pa.Table, run: Tabled) -> list[str]:
     planned = {"cell", "item", "trunk", "trunk_seed", "branch_seed", *axes_of(run)}
     return [name for name in outcomes.column_names if name not in planned]
-
-
-def item_rows(run: Any) -> dict[str, Mapping[str, Any]]:
-    """Item id -> its row, from the run folder's own copy."""
-    if hasattr(run, "item_rows"):
-        return run.item_rows
-    rows: dict[str, Mapping[str, Any]] = {}
-    for path in sorted((place(run.root) / "inputs").glob("items-*.jsonl")):
-        with path.open("rb") as lines:
-            rows.update({row["id"]: row for row in map(json.loads, lines)})
-    return rows
 
 
 def _looked_up(keys: Any, values: Mapping[Any, Any]) -> pa.Array:
     return pa.array([values.get(key) for key in keys.to_pylist()])
 
 
-def _messages(run: Any, field: str) -> dict[tuple[Any, int], Any]:
+def _messages(run: Tabled, field: str) -> dict[tuple[Any, int], Any]:
     stored = {"num_tokens": "tokens"}.get(field, field)
     table = run.table("messages", columns=["cell", "message_idx", stored], filter=pc.field("cell").is_valid())
     values = pc.list_value_length(table.column(stored)) if field == "num_tokens" else table.column(stored)

@@ -10,7 +10,7 @@ from interlens.probes import cosine_map, evaluate, fit
 from .base import Spread
 from .columns import check_known, check_met, read_labels
 from .expressions import parse, parse_contrast
-from .recompute import root_of
+from .shards import ShardedRun
 from .source import Source
 from .vectors import Labelled, Place, Question, labelled, labelled_places, leaks, places, tensor_names
 
@@ -92,11 +92,11 @@ class ContrastFit:
             **self.source.described(),
         }
 
-    def places(self, run: Any) -> Iterator[Labelled]:
+    def places(self, run: ShardedRun) -> Iterator[Labelled]:
         """The labelled vectors of every place this aggregate reads, one after the other."""
         return labelled_places(run, self.question())
 
-    def each_place(self, run: Any, what: str) -> Iterator[tuple[Place, Any]]:
+    def each_place(self, run: ShardedRun, what: str) -> Iterator[tuple[Place, Any]]:
         """What the method `what` (run, place) makes of every place, in order: here, or with `spread` in other processes."""
         found = places(run, self.source)
         if self.spread is None:
@@ -104,11 +104,11 @@ class ContrastFit:
             return
 
         options, spread = self.spread
-        calls = [(root_of(run), self.name, options, what, place.key) for place in found]
+        calls = [(run.store.address, self.name, options, what, place.key) for place in found]
         made = dict(spread("sweeps.aggregates.recompute:at_place", calls))
         yield from ((place, made[number]) for number, place in enumerate(found))
 
-    def evaluated(self, run: Any, place: Place) -> dict[str, Any]:
+    def evaluated(self, run: ShardedRun, place: Place) -> dict[str, Any]:
         """`evaluation` of one place."""
         return self.evaluation(labelled(run, place, self.question()))
 
@@ -171,7 +171,7 @@ class MessageFit(ContrastFit):
 class ProbeFit(MessageFit):
     """A Fit of one probe per place. Result: `directions` as `difference_of_means` has them, and their tensors."""
 
-    def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]:
+    def fit(self, run: ShardedRun, finished: dict[str, Any] | None = None) -> dict[str, Any]:
         """Fit on all rows (or the keyed sample of `max_rows`), evaluate on held-out groups."""
         made = list(self.each_place(run, "fitted"))
         names = tensor_names(place for place, _ in made)
@@ -183,7 +183,7 @@ class ProbeFit(MessageFit):
             entries.append(entry)
         return summary({**self.described(), "directions": entries, "tensors": tensors})
 
-    def fitted(self, run: Any, place: Place) -> tuple[dict[str, Any], Any]:
+    def fitted(self, run: ShardedRun, place: Place) -> tuple[dict[str, Any], Any]:
         """One place's entry, and its direction [D] or None."""
         data = labelled(run, place, self.question())
         entry = {

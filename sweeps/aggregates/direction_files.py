@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from ..folder import files
+from ..folder import names
+from ..folder.reader import RunFolder
+from ..folder.store import Store
 from ..plan import directions
 
 
 def save_directions(
-    root: files.Root, name: str, tensors: Mapping[str, np.ndarray], provenance: Mapping[str, Any]
+    store: Store, aggregate: str, tensors: Mapping[str, np.ndarray], provenance: Mapping[str, Any]
 ) -> None:
-    """Write directions [D], scaled to unit norm, to `root/name`; the file appears whole or not at all.
+    """Write directions [D], scaled to unit norm, to the file of an aggregate; it appears whole or not at all.
 
     `SteeringSpec.load` reads those named `<site>.<layer>` of the first one's site, as an addition with coef 1.
     """
@@ -32,13 +34,13 @@ def save_directions(
     metadata = {"provenance": json.dumps(provenance, sort_keys=True)}
     if layers:
         metadata["steering"] = json.dumps({**steering, "provenance": dict(provenance)})
-    files.replace(root, name, save(unit, metadata=metadata))
+    store.replace(names.directions(aggregate), save(unit, metadata=metadata))
 
 
-def direction_of(run: Any, text: str, width: int) -> np.ndarray:
+def direction_of(run: RunFolder, text: str, width: int) -> np.ndarray:
     """The direction [width] a reference names: the run folder's own copy where it has one, else the source itself."""
     if text in run.config.inputs or directions.parse_direction(text).kind == "random":
-        return directions.load_direction(run.config, text, width, run.root).double().numpy()
+        return directions.load_direction(run.config, text, width, run.store).double().numpy()
     found = directions.read_direction(text).double().numpy()
     if found.shape != (width,):
         raise ValueError(f"direction {text!r} has shape {found.shape}, the model's site has {width}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from ..config.schema import AggregateConfig
@@ -32,12 +31,12 @@ def added(state: State, shard: Shard, aggregate: Sum) -> State:
     return state
 
 
-def shards_of(run: Any, aggregate: Sum) -> Iterator[Shard]:
+def shards_of(run: ShardedRun, aggregate: Sum) -> Iterator[Shard]:
     """The units a sum is taken over: of what `sweeps capture` added, too, where it is a sum over records."""
     return run.shards(added=hasattr(aggregate, "add_shard"))
 
 
-def recompute(run: Any, aggregate: Sum) -> State:
+def recompute(run: ShardedRun, aggregate: Sum) -> State:
     """A sum's state over all committed data, unit by unit, in order of unit id."""
     state = aggregate.zero()
     for shard in shards_of(run, aggregate):
@@ -61,15 +60,12 @@ def opened(root: str) -> ShardedRun:
     return ShardedRun(root)
 
 
-def root_of(run: Any) -> str:
-    """A run's folder or URL, for another process."""
-    return str(run.root.absolute() if isinstance(run.root, Path) else run.root)
-
-
-def recompute_apart(run: Any, aggregate: Sum, options: dict[str, Any], spread: Spread) -> State:
+def recompute_apart(run: ShardedRun, aggregate: Sum, options: dict[str, Any], spread: Spread) -> State:
     """`recompute` with one call of `spread` per unit; the states are merged in order of unit id as they arrive."""
 
-    calls = [(root_of(shard.run), shard.commit.unit, aggregate.name, options) for shard in shards_of(run, aggregate)]
+    calls = [
+        (shard.run.store.address, shard.commit.unit, aggregate.name, options) for shard in shards_of(run, aggregate)
+    ]
     state, early, next_one = aggregate.zero(), {}, 0
     for number, found in spread("sweeps.aggregates.recompute:unit_state", calls):
         early[number] = found

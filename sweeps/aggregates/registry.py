@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.limits import NAME
-from .base import Fit, Sum
+from .base import Sum
+from .fit import Fit
 
 if TYPE_CHECKING:
     from ..config.schema import AggregateConfig, SweepConfig

@@ -11,15 +11,21 @@ from safetensors.numpy import save
 
 from ..config.schema import AggregateConfig
 from ..errors import ConfigError
-from ..folder import files
-from .base import Fit, Spread, State, Sum
+from ..folder import names
+from ..folder.store import Store
+from .base import Spread, State, Sum
 from .direction_files import save_directions
+from .fit import Fit
 from .recompute import recompute, recompute_apart
 from .registry import build
+from .shards import ShardedRun
 
 
 def finalize(
-    run: Any, aggregates: Iterable[AggregateConfig] | None = None, spread: Spread | None = None, own: bool = False
+    run: ShardedRun,
+    aggregates: Iterable[AggregateConfig] | None = None,
+    spread: Spread | None = None,
+    own: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Merge a run's committed sums in unit order, run its fits, and write `RUN/aggregates/`. Returns name -> result.
 
@@ -31,7 +37,7 @@ def finalize(
     entries = list(run.config.aggregate if aggregates is None else aggregates)
     if aggregates is None and not own:
         for entry in entries:
-            refuse_code(run.root, entry.name, entry.options)
+            refuse_code(run.store, entry.name, entry.options)
     made = list(zip(build(entries, run.config), entries, strict=True))
     results = {}
     for aggregate, entry in sorted(made, key=lambda pair: getattr(pair[0], "is_last", False)):
@@ -43,20 +49,20 @@ def finalize(
         elif isinstance(aggregate, Sum):
             finished = _finished(run, aggregate, stored=aggregates is None)
         result = aggregate.fit(run, finished) if isinstance(aggregate, Fit) else finished
-        results[aggregate.name] = _write(run.root, aggregate.name, dict(result or {}), dict(entry.options or {}))
+        results[aggregate.name] = _write(run.store, aggregate.name, dict(result or {}), dict(entry.options or {}))
     return results
 
 
-def refuse_code(root: Any, name: str, options: Any) -> None:
+def refuse_code(store: Store, name: str, options: Any) -> None:
     """ConfigError where a run folder names code: a folder is data, and may come from anybody."""
     if ":" in (kind := str(dict(options or {}).get("kind", name))):
         raise ConfigError(
-            f"aggregate {name!r} of {str(root)!r} is code at {kind!r}, and nothing that a run folder names is imported; "
-            f"if you trust it, name it yourself: sweeps aggregate {root} name={name} kind={kind}"
+            f"aggregate {name!r} of {str(store)!r} is code at {kind!r}, and nothing that a run folder names is imported; "
+            f"if you trust it, name it yourself: sweeps aggregate {store} name={name} kind={kind}"
         )
 
 
-def _finished(run: Any, aggregate: Sum, stored: bool) -> dict[str, Any]:
+def _finished(run: ShardedRun, aggregate: Sum, stored: bool) -> dict[str, Any]:
     """The finished sum: of the states that units recorded, or recomputed from what they stored."""
     streams, readable = getattr(aggregate, "streams", True), getattr(aggregate, "reads_state", lambda state: True)
     streams &= not (hasattr(aggregate, "add_shard") and run.captures)
@@ -69,22 +75,22 @@ def _finished(run: Any, aggregate: Sum, stored: bool) -> dict[str, Any]:
     return aggregate.finish(recompute(run, aggregate) if merged is None else merged)
 
 
-def _write(root: files.Root, name: str, result: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def _write(store: Store, name: str, result: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     tensors, arrays = result.pop("tensors", {}), result.pop("arrays", {})
     result = {"name": name, "options": options, **result}
-    for written, kind in ((tensors, "safetensors"), (arrays, "arrays.safetensors")):
+    for written, file in ((tensors, names.directions(name)), (arrays, names.arrays(name))):
         if not written:
-            files.delete(root, f"aggregates/{name}.{kind}")  # of an earlier question
+            store.delete(file)  # of an earlier question
     if tensors:
         described = {key: value for key, value in result.items() if key not in ("cosines", "means")}
-        provenance = {"run": str(root), "aggregate": name, **_plain(described)}
-        save_directions(root, f"aggregates/{name}.safetensors", tensors, provenance)
+        provenance = {"run": str(store), "aggregate": name, **_plain(described)}
+        save_directions(store, name, tensors, provenance)
     if arrays:
         found = {key: np.ascontiguousarray(value, dtype=np.float64) for key, value in arrays.items()}
-        files.replace(root, f"aggregates/{name}.arrays.safetensors", save(found))
+        store.replace(names.arrays(name), save(found))
     result = _plain(result)
     text = json.dumps(result, indent=1, sort_keys=False, allow_nan=False)
-    files.replace(root, f"aggregates/{name}.json", text.encode())
+    store.replace(names.result(name), text.encode())
     return result
 
 

@@ -13,9 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ..folder import rows, schemas
-from ..folder.place import arrow, place
+from ..folder import files, rows, schemas
+from ..folder import names as folder_names
 from ..folder.reader import RunFolder
+from ..folder.store import within
 from .base import CellResult
 from .columns import short_names
 from .source import POOLS
@@ -42,7 +43,7 @@ class Shard:
 
     def __init__(self, run: RunFolder, commit: Commit, base: RunFolder | None = None):
         self.run, self.commit, self.config = run, commit, run.config
-        self.base, self._inside = (run, "") if base is None else (base, f"captures/{run.root.name}/")
+        self.base, self._inside = (run, "") if base is None else (base, f"{folder_names.capture(run.store.name)}/")
 
     @property
     def _planned(self) -> str:
@@ -65,7 +66,7 @@ class Shard:
 
     def table(self, name: str, columns: Sequence[str] | None = None, filter: Any = None) -> pa.Table:
         """One of the tables (messages, records, outcomes), this unit's rows."""
-        files = [str(self.run.root / f["path"]) for f in self.commit.files if f["table"] == name]
+        files = [f["path"] for f in self.commit.files if f["table"] == name]
         return self.run.dataset(name, files).to_table(columns=columns, filter=filter)
 
     def outcomes(self) -> pa.Table:
@@ -103,10 +104,11 @@ class Shard:
         found = []
         for file in self.commit.files:
             if file["table"] == "records":
-                where, fs = arrow(place(self.run.full_path(file["path"])))
+                store = self.run.store
                 with pq.ParquetFile(
-                    where, filesystem=fs, read_dictionary=TEXTS, page_checksum_verification=True
-                ) as opened:
+                    store.arrow(file["path"]), filesystem=store.arrow_fs, read_dictionary=TEXTS,
+                    page_checksum_verification=True,
+                ) as opened:  # fmt: skip
                     groups = _groups(opened.metadata, pools)
                     table = opened.read_row_groups(groups, columns, use_threads=False)  # an older version may lack some
                 if self._inside:
@@ -150,6 +152,15 @@ class Shard:
 
 class ShardedRun(RunFolder):
     """A run folder as aggregates read it: one shard per committed unit."""
+
+    @cached_property
+    def item_rows(self) -> dict[str, Any]:
+        """Item id -> its row, of all parts of the plan."""
+        rows: dict[str, Any] = {}
+        for part in within(self.store.entries(folder_names.INPUTS), "items-", ".jsonl"):
+            with self.store.open(folder_names.items(part)) as lines:
+                rows.update({row["id"]: row for row in map(files.parsed, lines)})
+        return rows
 
     def shards(self, added: bool = True) -> Iterator[Shard]:
         """What each unit holds, one after the other, in order of unit id; then, with `added`, what captures added."""

@@ -14,6 +14,7 @@ import torch
 
 from .columns import columns, evaluated, grouped
 from .expressions import Contrast, Expression
+from .shards import ShardedRun
 from .source import Source, means
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Place:
         return (self.participant, self.site, str(self.pool), self.selection, self.layer)
 
 
-def places(run: Any, source: Source) -> list[Place]:
+def places(run: ShardedRun, source: Source) -> list[Place]:
     """Places that a run has records of cells of, ordered by participant, site, pool, selection and layer."""
     found: set[Place] = set()
     for shard in run.shards():
@@ -131,13 +132,13 @@ class Question:
         return self.contrast.side(row) or "neither"
 
 
-def labelled_places(run: Any, question: Question) -> Iterator[Labelled]:
+def labelled_places(run: ShardedRun, question: Question) -> Iterator[Labelled]:
     """The labelled vectors of each place, one place in memory at a time as far as the caller lets go of them."""
     for place in places(run, question.source):
         yield labelled(run, place, question)
 
 
-def labelled(run: Any, place: Place, question: Question) -> Labelled:
+def labelled(run: ShardedRun, place: Place, question: Question) -> Labelled:
     """The labelled vectors of one place, unit by unit. Trunk records, which belong to no cell, are left out.
 
     What is held at a time is one unit's index and the rows that are kept, at most about twice `max_rows`.
@@ -172,7 +173,7 @@ def plain(column: Any) -> Any:
     return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
 
 
-def _gathered(run: Any, place: Place, question: Question, counts: Mapping[str, int], table: Any) -> Labelled:
+def _gathered(run: ShardedRun, place: Place, question: Question, counts: Mapping[str, int], table: Any) -> Labelled:
     if table is None:
         x, tokens, removed = np.zeros((0, 0), np.float32), np.zeros(0), 0
     else:
@@ -201,7 +202,7 @@ def _sum(table: Any, column: str) -> int:
     return 0 if table is None or column not in table.column_names else pc.sum(table[column]).as_py() or 0
 
 
-def gather(run: Any, table: Any, source: Source) -> tuple[np.ndarray, np.ndarray, int]:
+def gather(run: ShardedRun, table: Any, source: Source) -> tuple[np.ndarray, np.ndarray, int]:
     """Vectors [N, D] float32 of the records of an index table, tokens in each [N] (0: none is left), rows left out.
 
     One copy, tensor by tensor.

@@ -15,8 +15,10 @@ from ..aggregates.registry import kinds
 from ..aggregates.results import finalize, refuse_code
 from ..config.schema import AggregateConfig
 from ..errors import ConfigError
-from ..folder.place import Remote, place
+from ..folder import names
+from ..folder.store import Remote
 from ..report.findings import said
+from ..run import Run
 
 HELP = """sweeps aggregate DIR                      all aggregates of the run's configuration, from their recorded sums
 sweeps aggregate DIR name=NAME key=value  one aggregate, recomputed from what is stored: options as in `aggregate:`,
@@ -24,7 +26,7 @@ sweeps aggregate DIR name=NAME key=value  one aggregate, recomputed from what is
   replicas=N                              N > 1: on Ray, sums with one task per unit, probes with one per place"""
 
 
-def aggregate(run: Any, given: Sequence[str]) -> dict[Path | Remote, list[str]]:
+def aggregate(run: Run, given: Sequence[str]) -> dict[Path | Remote, list[str]]:
     """Compute and write; the files written, and what is in each. ConfigError for what cannot be."""
     options = dict(_parsed(text) for text in given)
     replicas = options.pop("replicas", 1)
@@ -47,12 +49,12 @@ def aggregate(run: Any, given: Sequence[str]) -> dict[Path | Remote, list[str]]:
             raise ConfigError(f"which aggregate? give name=NAME; options were: {', '.join(options)}")
         base = next((dict(entry.options) for entry in run.config.aggregate if entry.name == name), {})
         if "kind" not in options:
-            refuse_code(run.root, name, base)
+            refuse_code(run.store, name, base)
         try:
             results = finalize(run, [AggregateConfig(name=name, options={**base, **options})], spread)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-    return {place(run.root) / "aggregates" / f"{name}.json": _shown(result) for name, result in results.items()}
+    return {run.root / names.result(name): _shown(result) for name, result in results.items()}
 
 
 def _shown(result: dict[str, Any]) -> list[str]:

@@ -23,9 +23,9 @@ from ..driver import enter
 from ..driver import entry as entry_module
 from ..errors import ConfigError, did_you_mean
 from ..folder import about as about_module
-from ..folder import files, plan_reader, plan_writer, space
+from ..folder import files, names, plan_reader, plan_writer, space
 from ..folder.cells import Unit
-from ..folder.place import Remote, place
+from ..folder.store import Store
 from ..plan import loads, replay
 from ..plan.normal import normalized
 from ..plan.patches import has_patches
@@ -69,17 +69,18 @@ def capture(run_dir: str | Path, arguments: Sequence[str]) -> int:
     config = _changed(build(SweepConfig, plain), wanted)
     asked = [one for entry in config.capture for one in _single(entry)]
     target = _target(run, config.capture)
-    if not (target / "run.json").is_file() and (twice := [one for one in asked if one in known]):
+    begun = target.exists(names.RUN)
+    if not begun and (twice := [one for one in asked if one in known]):
         shown = ", ".join(f"{k}={v}" for k, v in twice[0].items() if v is not None)
         raise ConfigError(f"{str(run_dir)!r} has this already: {shown}; leave it out")
-    if not (target / "run.json").is_file():
+    if not begun:
         _check_space(run, config)
-    elif missing := run.held_cells - set(open(str(target)).cells["cell"].to_pylist()):
+    elif missing := run.held_cells - set(open(target).cells["cell"].to_pylist()):
         raise ConfigError(
             f"this was captured before {len(missing)} of the {len(run.held_cells)} cells were finished; to capture it of "
             f"all of them, delete {target} and give this command again"
         )
-    return entry_module.run(replace(config, run=replace(config.run, dir=str(target))), str(target), enter=_Enter(run))
+    return entry_module.run(replace(config, run=replace(config.run, dir=str(target))), target, enter=_Enter(run))
 
 
 def _check_space(run: Run, config: SweepConfig) -> None:
@@ -92,13 +93,12 @@ def _check_space(run: Run, config: SweepConfig) -> None:
     size = space.human(needed := cell * run.counts["done"] + trunk * len(run.held_trunks))
     if config.run.progress != "none":
         print(f"about {size} of activations to write, if every reply used its budget", flush=True)
-    if isinstance(run.root, Path) and not config.run.force:
-        free, left = space.free_bytes(run.root), space.RESERVE_BYTES
-        if needed > max(0, free - left):
-            raise errors.RunRefused(
-                f"capturing this needs about {size} and the disk of {str(run.root)!r} has {space.human(free)} free, of "
-                f"which {space.human(left)} stay free; capture less (pool=mean), or force it (run.force=true)"
-            )
+    free, left = space.free_bytes(run.store), space.RESERVE_BYTES
+    if free is not None and not config.run.force and needed > max(0, free - left):
+        raise errors.RunRefused(
+            f"capturing this needs about {size} and the disk of {str(run.root)!r} has {space.human(free)} free, of "
+            f"which {space.human(left)} stay free; capture less (pool=mean), or force it (run.force=true)"
+        )
 
 
 def _read(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -143,8 +143,8 @@ def _changed(config: SweepConfig, wanted: tuple[CaptureConfig, ...]) -> SweepCon
     return normalized(replace(config, capture=wanted, aggregate=(), scenario=scenario))
 
 
-def _target(run: Run, capture: tuple[CaptureConfig, ...]) -> Path | Remote:
-    return place(run.root) / f"captures/{digest([dataclasses.asdict(c) for c in capture])[:8]}"
+def _target(run: Run, capture: tuple[CaptureConfig, ...]) -> Store:
+    return run.store.sub(names.capture(digest([dataclasses.asdict(c) for c in capture])[:8]))
 
 
 class _Enter:
@@ -153,26 +153,25 @@ class _Enter:
     def __init__(self, run: Run):
         self.run = run
 
-    def __call__(self, config: SweepConfig, root: files.Root, confirm: Callable[[], None]) -> enter.Entered:
-        root, run = place(root), self.run
-        if (root / "run.json").is_file():
+    def __call__(self, config: SweepConfig, root: Store, confirm: Callable[[], None]) -> enter.Entered:
+        run = self.run
+        if root.exists(names.RUN):
             return enter.Entered(state="same", num_cells=plan_reader.PlanFile(root).num_cells, new_cells=0)
-        for path in (run.root / "inputs").rglob("*"):
-            name = str(path)[len(str(run.root)) + 1 :]
-            if not (path.is_dir() or name.startswith("inputs/items-") or (root / name).exists()):
-                files.write_new(root, name, path.read_bytes())
+        for name in run.store.walk(names.INPUTS):
+            if not (name.startswith(f"{names.INPUTS}/items-") or root.exists(name)):
+                root.write_new(name, run.store.read(name))
         confirm()
         count = 0
         for part in range(len(run.plan.parts)):
-            for leftover in (f"config-{part}.yaml", f"inputs/items-{part}.jsonl", f"plan/part-{part}.parquet"):
-                files.delete(root, leftover)
+            for leftover in (names.config(part), names.items(part), names.part(part)):
+                root.delete(leftover)
             began = _changed(replace(run.config_of(part), cluster=config.cluster, run=config.run), config.capture)
-            files.write_new(root, f"config-{part}.yaml", files.dump_yaml(began.to_dict()))
+            root.write_new(names.config(part), files.dump_yaml(began.to_dict()))
             units = (self._done(unit) for unit in run.plan.units() if unit.part == part)
             kept = (unit for unit in units if unit.cells or unit.trunks)
             count += plan_writer.write(root, part, began.grid, kept, patched=has_patches(began))
         about = {**about_module.about(config), "models": run.about["models"], "captures": str(run.about["experiment"])}
-        files.write_new(root, "run.json", files.dump_json(about))
+        root.write_new(names.RUN, files.dump_json(about))
         return enter.Entered(state="new", num_cells=count, new_cells=count)
 
     def _done(self, unit: Unit) -> Unit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,7 @@ from interlens.interp.steering import SteeringSpec
 from ..aggregates.columns import columns, evaluated
 from ..aggregates.expressions import parse
 from ..errors import ConfigError, did_you_mean
+from ..folder.local import whole_file
 from ..folder.records import FILTERS
 from ..plan import model_sizes
 
@@ -127,13 +128,15 @@ def _condition(text: str) -> tuple[str, list[Any]]:
 
 
 def _write(path: Path, kind: str, vectors: np.ndarray, rows: pa.Table) -> None:
-    part = path.with_name(f".{path.name}.part")
+    with whole_file(path) as file:
+        _fill(file, kind, vectors, rows)
+
+
+def _fill(file: IO[bytes], kind: str, vectors: np.ndarray, rows: pa.Table) -> None:
     if kind == "parquet":
         column = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
-        pq.write_table(rows.append_column("vector", column), part)
+        pq.write_table(rows.append_column("vector", column), file)
     else:
         flat = {n: rows[n].to_pandas().to_numpy() for n in rows.column_names if n not in ("tokens", "positions")}
         plain: dict[str, Any] = {n: v.astype(str) if v.dtype == object else v for n, v in flat.items()}
-        with part.open("wb") as file:
-            np.savez(file, vectors=vectors, **plain)
-    part.replace(path)
+        np.savez(file, vectors=vectors, **plain)

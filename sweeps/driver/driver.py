@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from .. import errors
@@ -23,12 +22,12 @@ from ..aggregates.results import finalize
 from ..aggregates.shards import ShardedRun
 from ..config.schema import SweepConfig
 from ..failpoints import reach
-from ..folder import about, garbage, space
+from ..folder import about, garbage, names, space
 from ..folder.cells import pack
 from ..folder.commits import Commit, list_commits, read_commit
 from ..folder.lease import Lease
-from ..folder.place import Remote
 from ..folder.plan_reader import PlanFile
+from ..folder.store import Store
 from ..folder.writer import UnitWriter
 from ..report.findings import sentences
 from .executors import pool
@@ -52,7 +51,7 @@ MAX_FOLDER_ERRORS = 6
 class Driver:
     """One run of one folder. Everything it knows is in the folder, or can be lost."""
 
-    def __init__(self, config: SweepConfig, root: Path | Remote, progress: Progress, lease: Lease, replica: str):
+    def __init__(self, config: SweepConfig, root: Store, progress: Progress, lease: Lease, replica: str):
         self.config, self.root, self.progress, self.lease, self._replica = config, root, progress, lease, replica
         self.plan = PlanFile(root)
         self.units = Units(self.plan.unit, lambda name: read_commit(root, name), locate=self.plan.locate)
@@ -109,7 +108,7 @@ class Driver:
     def _run_units(self) -> None:
         config, cluster = _for_actors(self.config), self.config.cluster
         with (
-            pool.opened(config, str(self.root), cluster, self._replica) as executor,
+            pool.opened(config, self.root.address, cluster, self._replica) as executor,
             signals(self._on_signal),  # once more: connecting to Ray installs handlers of its own
         ):
             reach("driver.connected")
@@ -309,7 +308,7 @@ class Driver:
                 self._stalled(member.name, crew)
             self._measure(now, crew, counters)
             crew.executor.publish(self._metrics(crew))
-            if isinstance(self.root, Path) and (free := space.free_bytes(self.root)) < MIN_FREE_BYTES:
+            if (free := space.free_bytes(self.root)) is not None and free < MIN_FREE_BYTES:
                 self._space = f"{space.human(free)} are left at {self.root}"
         self.progress.update(self.snapshot)
 
@@ -402,10 +401,10 @@ class Driver:
     def _finish(self, fresh: bool) -> int:
         """Aggregate, and say where the results are and what they say."""
         self._update_totals()
-        names = [entry.name for entry in self.config.aggregate]
-        missing = [name for name in names if not (self.root / "aggregates" / f"{name}.json").exists()]
+        asked = [entry.name for entry in self.config.aggregate]
+        missing = [name for name in asked if not self.root.exists(names.result(name))]
         finished = ShardedRun(self.root)
-        if names and (fresh or missing):
+        if asked and (fresh or missing):
             changed = finished.config.aggregate != self.config.aggregate
             finalize(finished, self.config.aggregate if changed else None, own=True)
         reach("driver.aggregated")
@@ -415,7 +414,7 @@ class Driver:
         if not fresh and not missing:
             self.progress.say("nothing to do: this run is complete")
         self.progress.say(f"{self.ledger.num_held} cells committed, {self.ledger.num_failed} failed, in {self.root}")
-        for sentence in sentences(finished) if names else ():
+        for sentence in sentences(finished) if asked else ():
             self.progress.say(f"  {sentence}")
         return 3 if self.ledger.num_failed else 0
 

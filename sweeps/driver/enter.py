@@ -9,22 +9,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from .. import errors
 from ..config.schema import SweepConfig
 from ..errors import RunRefused
-from ..folder import commits, copies, files, plan_reader, plan_writer, schemas, space
+from ..folder import commits, copies, files, names, plan_reader, plan_writer, schemas, space
 from ..folder.about import _short, about, differing
 from ..folder.cells import Unit
-from ..folder.place import Remote, place
+from ..folder.store import Store, Where, open_store
 from ..plan import inputs
 from ..plan.expand import Branches, expand, pack, trunks
 from ..plan.patches import has_patches
@@ -44,7 +41,7 @@ class Entered:
 
 
 def enter(
-    config: SweepConfig, root: files.Root, confirm: Callable[[], None] = lambda: None,
+    config: SweepConfig, root: Where, confirm: Callable[[], None] = lambda: None,
     units: Iterable[Unit] | None = None,
 ) -> Entered:  # fmt: skip
     """Start the run folder `root` for this configuration, or continue it. `units`: the plan, if it was begun before.
@@ -53,87 +50,73 @@ def enter(
     folder is no run folder. Streams the plan; writes `run.json` last. `confirm` raises where the folder has another
     holder by now; it is asked before leftovers of a start that was cut off are deleted.
     """
-    root = place(root)
-    if (root / "run.json").is_file():
-        return _continue(config, root, confirm)
-    check_place(root)
+    store = open_store(root)
+    if store.exists(names.RUN):
+        return _continue(config, store, confirm)
+    check_place(store)
     if units is None:
-        check_space(config, root)
+        check_space(config, store)
     try:
-        files.check_links(root)
+        store.probe()
     except OSError as error:
-        raise RunRefused(f"no hard links on the disk of {str(root)!r} ({error}); name a run.dir on another") from None
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RunRefused(f"{error.strerror or error}; name another run.dir") from None
     confirm()
-    for leftover in ("plan", "inputs"):
-        for path in list((root / leftover).rglob("*")):
-            if not path.is_dir():
-                path.unlink(missing_ok=True)
-    (root / "config-0.yaml").unlink(missing_ok=True)
-    inputs.copy_into(config, root)
-    files.write_new(root, "config-0.yaml", files.dump_yaml(config.to_dict()))
+    for leftover in (*store.walk(names.PLAN), *store.walk(names.INPUTS), names.config(0)):
+        store.delete(leftover)
+    inputs.copy_into(config, store)
+    store.write_new(names.config(0), files.dump_yaml(config.to_dict()))
     plan = expand(config) if units is None else units
-    count = plan_writer.write(root, 0, config.grid, plan, patched=has_patches(config))
-    files.write_new(root, "run.json", files.dump_json(about(config)))
+    count = plan_writer.write(store, 0, config.grid, plan, patched=has_patches(config))
+    store.write_new(names.RUN, files.dump_json(about(config)))
     return Entered(state="new", num_cells=count, new_cells=count)
 
 
-def other_aggregates(config: SweepConfig, root: Path | Remote) -> list[str]:
+def other_aggregates(config: SweepConfig, root: Store) -> list[str]:
     """Names of the aggregates that are not, or not so, in the configuration the folder was begun with."""
-    begun = files.read_yaml(root, "config-0.yaml").get("aggregate") or []
+    begun = files.read_yaml(root, names.config(0)).get("aggregate") or []
     return [entry["name"] for entry in config.to_dict()["aggregate"] if entry not in begun]
 
 
-def other_analyzers(config: SweepConfig, root: Path | Remote) -> bool:
+def other_analyzers(config: SweepConfig, root: Store) -> bool:
     """Whether the folder was begun with other analyzers or judges: they are in no cell's id."""
-    begun, now = files.read_yaml(root, "config-0.yaml").get("scenario") or {}, config.to_dict()["scenario"]
+    begun, now = files.read_yaml(root, names.config(0)).get("scenario") or {}, config.to_dict()["scenario"]
     return any((begun.get(name) or None) != (now[name] or None) for name in ("analyzers", "judges"))
 
 
-def check_space(config: SweepConfig, root: Path | Remote) -> None:
+def check_space(config: SweepConfig, root: Store) -> None:
     """RunRefused where a run would not fit its disk, unless `run.force`."""
-    missing = missing_bytes(config, root)
-    if missing and not config.run.force:
+    missing, free = missing_bytes(config, root), space.free_bytes(root)
+    if missing and free is not None and not config.run.force:
         raise RunRefused(
             f"{str(root)!r} needs about {space.human(size_module.size(config).bytes)} and its disk has "
-            f"{space.human(space.free_bytes(root))} free, of which {space.human(space.RESERVE_BYTES)} "
+            f"{space.human(free)} free, of which {space.human(space.RESERVE_BYTES)} "
             "stay free; name another run.dir, capture less (pool: mean), or force it (run.force=true)"
         )
 
 
-OURS = {"plan", "inputs", "config-0.yaml", "_tmp", "_lease", "progress.json"}
+OURS = {names.PLAN, names.INPUTS, names.config(0), "_tmp", names.LEASE, names.PROGRESS}
 
 EVENTS = re.compile(r"events(-\d+)?\.jsonl")
 
 
-def check_place(root: Path | Remote) -> None:
+def check_place(root: Store) -> None:
     """RunRefused for a file, and for a folder that holds anything but a run."""
-    if (root / "run.json").is_file():
-        return
-    names = [path.name for path in root.iterdir()] if root.is_dir() else []
-    foreign = sorted(name for name in names if name not in OURS and not EVENTS.fullmatch(name))
-    above = (root, *root.parents) if isinstance(root, Path) else (root,)
-    if (file := next((p for p in above if p.exists()), root)).is_file():
-        under = "is" if file == root else f"lies under {str(file)!r}, which is"
+    if file := root.file_above():
+        under = "is" if file == str(root) else f"lies under {file!r}, which is"
         raise RunRefused(f"run.dir {str(root)!r} {under} a file; name a folder")
+    if root.exists(names.RUN):
+        return
+    foreign = sorted(name for name in root.entries() if name not in OURS and not EVENTS.fullmatch(name))
     if foreign:
         raise RunRefused(
             f"run.dir {str(root)!r} is no run folder and not empty (it holds {', '.join(foreign[:5])}); name another"
         )
 
 
-def check_writable(root: Path | Remote) -> None:
-    """OSError where a local folder, or what it would be made in, takes no folder. Leaves nothing."""
-    if isinstance(root, Path):
-        there = [root, *root.absolute().parents]
-        first = next(n for n, path in enumerate(there) if path.exists())
-        try:
-            os.rmdir(tempfile.mkdtemp(dir=there[first]))
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(there[max(first - 1, 0)])) from None
-
-
 @contextlib.contextmanager
-def usable(root: Path | Remote) -> Iterator[None]:
+def usable(root: Store) -> Iterator[None]:
     """RunRefused for a run folder in which nothing can be made, read or written."""
     try:
         yield
@@ -145,8 +128,8 @@ def usable(root: Path | Remote) -> Iterator[None]:
         raise RunRefused(f"run.dir {str(root)!r} cannot be used ({why}); {todo}") from None
 
 
-def _continue(config: SweepConfig, root: Path | Remote, confirm: Callable[[], None]) -> Entered:
-    version = files.read_json(root, "run.json").get("schema_version")
+def _continue(config: SweepConfig, root: Store, confirm: Callable[[], None]) -> Entered:
+    version = files.read_json(root, names.RUN).get("schema_version")
     if version != schemas.SCHEMA_VERSION:
         raise RunRefused(
             f"{str(root)!r} was written with schema version {version}, this is {schemas.SCHEMA_VERSION}; "
@@ -173,11 +156,11 @@ def _continue(config: SweepConfig, root: Path | Remote, confirm: Callable[[], No
     return Entered(state="extended" if new else "same", num_cells=len(known) + new, new_cells=new)
 
 
-def _check_sources(root: Path | Remote, plan: plan_reader.PlanFile) -> None:
+def _check_sources(root: Store, plan: plan_reader.PlanFile) -> None:
     """Damaged where settings or directions are not those that the cells' ids were made of; items are as they are read."""
     for part in range(len(plan.parts)):
         for digest in plan.config(part).inputs.values():
-            if (root / f"inputs/{digest}.safetensors").is_file():
+            if root.exists(names.direction(digest)):
                 copies.copied_direction(root, digest)
 
 
@@ -186,17 +169,15 @@ def _batches(ids: Iterator[str], size: int = 65_536) -> Iterator[np.ndarray]:
         yield plan_reader.packed(np.array(batch, "S20"))
 
 
-def _extend(
-    config: SweepConfig, root: Path | Remote, plan: plan_reader.PlanFile, known: np.ndarray, held: set[str]
-) -> None:
+def _extend(config: SweepConfig, root: Store, plan: plan_reader.PlanFile, known: np.ndarray, held: set[str]) -> None:
     part, planned = len(plan.parts), {*plan.unit_names}
     if lost := next((unit for unit in commits.committed_units(root) if unit.split(".")[0] not in planned), None):
-        raise errors.Damaged(f"{str(root)!r} has a commit of {lost} and no plan of it: plan/part-{part}.parquet is missing; "
+        raise errors.Damaged(f"{str(root)!r} has a commit of {lost} and no plan of it: {names.part(part)} is missing; "
                             "restore it from a copy of the run")  # fmt: skip
-    for leftover in (f"config-{part}.yaml", f"inputs/items-{part}.jsonl"):
-        (root / leftover).unlink(missing_ok=True)
+    for leftover in (names.config(part), names.items(part)):
+        root.delete(leftover)
     inputs.copy_into(config, root)
-    files.write_new(root, f"config-{part}.yaml", files.dump_yaml(config.to_dict()))
+    root.write_new(names.config(part), files.dump_yaml(config.to_dict()))
     first = sum(1 for _ in plan.infos())
     new = pack(config, _only_new(config, known), first, held)
     plan_writer.write(root, part, config.grid, new, patched=has_patches(config))
@@ -214,8 +195,8 @@ def _only_new(config: SweepConfig, known: np.ndarray) -> Iterator[Branches]:
             yield Branches(trunk=entry.trunk, row=entry.row, cells=cells)
 
 
-def _difference(config: SweepConfig, root: Path | Remote, plan: plan_reader.PlanFile, dropped: int, new: int) -> str:
-    before = files.read_yaml(root, f"config-{len(plan.parts) - 1}.yaml")
+def _difference(config: SweepConfig, root: Store, plan: plan_reader.PlanFile, dropped: int, new: int) -> str:
+    before = files.read_yaml(root, names.config(len(plan.parts) - 1))
     changes = [
         f"{path}: {_short(old)} -> {_short(given)}"
         for path, old, given in differing(before, config.to_dict())

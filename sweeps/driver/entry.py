@@ -6,8 +6,6 @@ import errno
 import itertools
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 from interlens.errors import InterlensError
 
@@ -15,14 +13,15 @@ from .. import errors
 from ..config.schema import SweepConfig
 from ..errors import Held
 from ..failpoints import reach
+from ..folder import names
 from ..folder.cells import Unit
 from ..folder.lease import Lease
-from ..folder.place import Remote, place
+from ..folder.store import Store, Where, open_store
 from ..plan.checks import require_models
 from ..plan.expand import expand
 from . import enter as enter_module
 from .driver import Driver
-from .enter import Entered, check_place, check_space, check_writable, other_aggregates, other_analyzers, usable
+from .enter import Entered, check_place, check_space, other_aggregates, other_analyzers, usable
 from .executors.base import REPLICA
 from .ledger import LedgerError
 from .progress import Progress
@@ -30,14 +29,14 @@ from .stops import Stop, command, signals
 
 
 def run(
-    config: SweepConfig, run_dir: str | Path, *, replica: str = REPLICA,
-    enter: Callable[[SweepConfig, Any, Callable[[], None]], Entered] | None = None,
+    config: SweepConfig, run_dir: Where, *, replica: str = REPLICA,
+    enter: Callable[[SweepConfig, Store, Callable[[], None]], Entered] | None = None,
 ) -> int:  # fmt: skip
     """Run what is missing of a sweep in `run_dir` and return the exit code. Never raises for what a run can meet.
 
     enter: starts or continues the folder; None: `folder.enter`, from the configuration.
     """
-    root = place(run_dir)
+    root = open_store(run_dir)
     progress = Progress(root, config.run.progress, config.run.interval_s)
     lease = Lease(root, say=progress.say)
     try:
@@ -88,13 +87,15 @@ def run(
         progress.close()
 
 
-def _before(config: SweepConfig, root: Path | Remote, replica: str) -> Iterator[Unit] | None:
+def _before(config: SweepConfig, root: Store, replica: str) -> Iterator[Unit] | None:
     """Refuse what can be refused while nothing is written; the units of a new folder, begun to be expanded."""
     with usable(root):
         check_place(root)
-        if (root / "run.json").is_file():
+        if root.exists(names.RUN):
             return None
-        check_writable(root)
+        root.check_writable()
+    if not root.lasting:
+        raise errors.RunRefused(f"run.dir {str(root)!r} is gone when this process ends; name a folder or a bucket")
     check_space(config, root)
     if replica == REPLICA:
         require_models(config)

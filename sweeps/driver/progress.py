@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from ..folder import files
-from ..folder.place import Remote, place
-from ..folder.status import _event_files
+from ..errors import Damaged
+from ..folder import files, names
+from ..folder.status import event_files
+from ..folder.store import Store, Where, open_store
 from ..redact import redact
 
 
@@ -85,8 +86,8 @@ class Snapshot:
 class Progress:
     """Shows a run and leaves its traces. `mode`: auto (a bar in a terminal, else plain lines), rich, plain, none."""
 
-    def __init__(self, root: files.Root, mode: str = "auto", interval_s: float = 10.0):
-        self.root, self.interval_s = place(root), interval_s
+    def __init__(self, root: Where, mode: str = "auto", interval_s: float = 10.0):
+        self.store, self.interval_s = open_store(root), interval_s
         self._mode = ("rich" if sys.stdout.isatty() else "plain") if mode == "auto" else mode
         self._bar: Any = None
         self._task: Any = None
@@ -115,13 +116,12 @@ class Progress:
             content = {"time": _now(), "clock": round(time.time(), 3), "event": kind, **fields}
             self._events.write(redact(json.dumps(content, ensure_ascii=False, default=str)) + "\n")
             self._events.flush()
-        except OSError as error:
+        except (OSError, Damaged) as error:
             self.say(f"events.jsonl cannot be written: {error}")
 
     def _open_events(self) -> Any:
-        if isinstance(self.root, Remote):
-            return _RemoteLog(self.root)
-        return open(self.root / "events.jsonl", "a", encoding="utf-8")
+        appended = self.store.append(names.EVENTS)
+        return _PutLog(self.store) if appended is None else appended
 
     def update(self, snapshot: Snapshot, *, now: bool = False) -> None:
         """Show a snapshot, at most once per interval unless `now`; the bar moves every time."""
@@ -134,10 +134,10 @@ class Progress:
             self.say(snapshot.line())
         content = {"time": _now(), **asdict(snapshot), "pending": snapshot.pending, "eta_s": snapshot.eta_s}
         try:
-            if isinstance(self._events, _RemoteLog):
+            if isinstance(self._events, _PutLog):
                 self._events.upload()
-            files.replace(self.root, "progress.json", files.dump_json(content))
-        except OSError as error:
+            self.store.replace(names.PROGRESS, files.dump_json(content))
+        except (OSError, Damaged) as error:
             self.say(f"progress.json cannot be written: {error}")
 
     def close(self) -> None:
@@ -155,23 +155,23 @@ class Progress:
 
             self._bar = Bar(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rest]}"))
             self._bar.start()
-            self._task = self._bar.add_task(self.root.name, total=1.0, rest="")
+            self._task = self._bar.add_task(self.store.name, total=1.0, rest="")
         rest = snapshot.line().split(" | ", 1)[1]
         self._bar.update(self._task, total=1.0, completed=snapshot.share, rest=rest)
 
 
-class _RemoteLog(io.StringIO):
+class _PutLog(io.StringIO):
     """Events where nothing can be appended: `events-<k>.jsonl`, of which only the last one is put again as it grows."""
 
-    def __init__(self, root: Remote):
+    def __init__(self, store: Store):
         super().__init__()
-        self._root, self._number, self._sent = root, len(_event_files(root)), 0
+        self._store, self._number, self._sent = store, len(event_files(store)), 0
 
     def upload(self) -> None:
         content = self.getvalue().encode()
         if len(content) == self._sent:
             return
-        files.replace(self._root, f"events-{self._number}.jsonl", content)
+        self._store.replace(names.events(self._number), content)
         self._sent = len(content)
         if self._sent >= EVENT_PART_BYTES:
             self.seek(0)

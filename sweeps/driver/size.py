@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..aggregates.columns import with_short_names
@@ -19,7 +18,7 @@ from ..aggregates.sums import RecordSum
 from ..config.grid import conditions
 from ..config.schema import SweepConfig
 from ..folder import space
-from ..folder.place import Remote, place
+from ..folder.store import Where, open_store
 from ..plan.casts import cast_of
 from ..plan.expand import seeds
 from ..plan.items import read
@@ -160,9 +159,9 @@ def _sum(total: dict[str, float], config: SweepConfig, loads: Iterable[Load], ti
         )  # fmt: skip
 
 
-def missing_bytes(config: SweepConfig, root: Any) -> int:
+def missing_bytes(config: SweepConfig, root: Where) -> int:
     """Bytes by which what is still to be written exceeds the free space, less a reserve; 0 where it fits."""
-    if isinstance(place(root), Remote):
+    store = open_store(root)
+    if (free := space.free_bytes(store)) is None:
         return 0
-    there = sum(f.stat().st_size for f in Path(root).rglob("*") if f.is_file()) if Path(root).is_dir() else 0
-    return max(0, size(config).bytes - there - max(0, space.free_bytes(root) - space.RESERVE_BYTES))
+    return max(0, size(config).bytes - store.num_bytes() - max(0, free - space.RESERVE_BYTES))

@@ -11,7 +11,8 @@ from typing import Any
 
 from ..config.schema import SweepConfig
 from ..errors import RunRefused
-from . import files, schemas
+from . import files, names, schemas
+from .store import Where, open_store
 
 MATTERS = ("torch", "transformers")
 """Packages whose change of version can change what a cell says."""
@@ -45,9 +46,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def changed_versions(root: files.Root) -> list[str]:
+def changed_versions(root: Where) -> list[str]:
     """Packages that matter whose version (major.minor) is not the one the run began with, as `name: old -> new`."""
-    then, now = files.read_json(root, "run.json")["versions"], versions()
+    then, now = files.read_json(root, names.RUN)["versions"], versions()
     return [f"{p}: {then.get(p)} -> {now[p]}" for p in MATTERS if _minor(then.get(p)) != _minor(now[p])]
 
 
@@ -55,12 +56,12 @@ def _minor(version: str | None) -> list[str]:
     return str(version).split("+")[0].split(".")[:2]
 
 
-def record_models(root: files.Root, models: Mapping[str, Mapping[str, Any]]) -> None:
+def record_models(root: Where, models: Mapping[str, Mapping[str, Any]]) -> None:
     """Keep what is known of each loaded model (`weights`, `template`, ... hashes) in `run.json`.
 
     Raises RunRefused where a model of that name was recorded with other hashes: its text could not continue the run's.
     """
-    about = files.read_json(root, "run.json")
+    about = files.read_json(root, names.RUN)
     known = about["models"]
     for name, facts in models.items():
         for path, old, given in differing(known.get(name, dict(facts)), dict(facts)):
@@ -70,7 +71,7 @@ def record_models(root: files.Root, models: Mapping[str, Mapping[str, Any]]) -> 
             )
     if any(name not in known for name in models):
         about["models"] = {**known, **{name: dict(facts) for name, facts in models.items()}}
-        files.replace(root, "run.json", files.dump_json(about))
+        open_store(root).replace(names.RUN, files.dump_json(about))
 
 
 def about(config: SweepConfig) -> dict[str, Any]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ..errors import Damaged
-from .files import Root, dump_json, write_new
-from .place import Remote, place
+from . import names
+from .files import dump_json, parsed
+from .store import Store, Where, open_store
 
 _COMMIT = re.compile(r"u\d+(\.(\d+|r))*\.json")
 
@@ -40,40 +38,32 @@ class Commit:
         return len(self.cells)
 
 
-def read_commit(root: Root, unit: str) -> Commit | None:
+def read_commit(root: Where, unit: str) -> Commit | None:
     """The commit of a unit, or None."""
-    path = place(root) / f"_commits/{unit}.json"
+    store, name = open_store(root), names.commit(unit)
     try:
-        return _parse(path, path.read_bytes())
+        return _parse(store, name, store.read(name))
     except FileNotFoundError:
         return None
 
 
-def committed_units(root: Root) -> list[str]:
+def committed_units(root: Where) -> list[str]:
     """The units that have a commit, a unit before its children. Other names in the folder are ignored."""
-    folder = place(root) / "_commits"
-    names = os.listdir(folder) if isinstance(folder, Path) and folder.is_dir() else []
-    if isinstance(folder, Remote):
-        names = [entry.name for entry in folder.iterdir()]
-    return sorted((n.removesuffix(".json") for n in names if _COMMIT.fullmatch(n)), key=unit_order)
+    found = open_store(root).entries(names.COMMITS)
+    return sorted((n.removesuffix(".json") for n in found if _COMMIT.fullmatch(n)), key=unit_order)
 
 
-def list_commits(root: Root) -> Iterator[Commit]:
+def list_commits(root: Where) -> Iterator[Commit]:
     """Every commit of the folder, in order of unit id: a unit before its children."""
-    folder, units = place(root) / "_commits", committed_units(root)
+    store = open_store(root)
+    units = committed_units(store)
     for first in range(0, len(units), _AT_ONCE):
-        paths = [folder / f"{unit}.json" for unit in units[first : first + _AT_ONCE]]
-        for path, data in zip(paths, _read_all(paths), strict=True):
-            yield _parse(path, data)
+        asked = [names.commit(unit) for unit in units[first : first + _AT_ONCE]]
+        for name, data in zip(asked, store.read_all(asked), strict=True):
+            yield _parse(store, name, data)
 
 
 _AT_ONCE = 256
-
-
-def _read_all(paths: list[Any]) -> Iterable[bytes]:
-    if paths and isinstance(paths[0], Remote):
-        return paths[0].read_all(paths)
-    return (path.read_bytes() for path in paths)
 
 
 def unit_order(unit: str) -> tuple:
@@ -83,34 +73,34 @@ def unit_order(unit: str) -> tuple:
     )
 
 
-def write_commit(root: Root, commit: Commit) -> str:
+def write_commit(root: Where, commit: Commit) -> str:
     """Create the unit's commit: "won", or "lost" where another attempt's stands.
 
     An error may hide a success (a lost reply): what stands then decides.
     """
-    data = dump_json(asdict(commit))
+    store, data = open_store(root), dump_json(asdict(commit))
     for last in (False, False, True):
         try:
-            write_new(root, f"_commits/{commit.unit}.json", data)
+            store.write_new(names.commit(commit.unit), data)
             return "won"
         except FileExistsError:
             pass
         except OSError:
-            if isinstance(place(root), Path) or (last and read_commit(root, commit.unit) is None):
+            if not store.reply_may_be_lost or (last and read_commit(store, commit.unit) is None):
                 raise
-        standing = read_commit(root, commit.unit)
+        standing = read_commit(store, commit.unit)
         if standing is not None:
             return "won" if standing.attempt == commit.attempt else "lost"
     raise AssertionError("unreachable")
 
 
-def _parse(path: Path | Remote, data: bytes) -> Commit:
+def _parse(store: Store, name: str, data: bytes) -> Commit:
     try:
-        fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in json.loads(data).items()}
-        return _checked(Commit(**fields), path.name)
+        fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in parsed(data).items()}
+        return _checked(Commit(**fields), name.rpartition("/")[2])
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise Damaged(
-            f"the commit {str(path)!r} cannot be read ({error}); restore it from a copy of the run, or let its unit and "
+            f"the commit '{store}/{name}' cannot be read ({error}); restore it from a copy of the run, or let its unit and "
             "what stands on it run again: `sweeps verify RUN --reopen`"
         ) from None
 

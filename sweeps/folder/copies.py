@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .. import errors
-from . import files
-from .place import place
+from . import files, names
+from .store import Where, open_store
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,16 +19,16 @@ def content_hash(tensor: Tensor) -> str:
     return hashlib.blake2b(repr(values.shape).encode() + values.tobytes(), digest_size=10).hexdigest()
 
 
-def copied_direction(root: Any, digest: str) -> Tensor:
+def copied_direction(at: Where, digest: str) -> Tensor:
     """A run folder's copy of a direction. Damaged: its content is not what its name says."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    name = f"inputs/{digest}.safetensors"
+    store, name = open_store(at), names.direction(digest)
     try:
-        tensor = load((place(root) / name).read_bytes())["direction"]
+        tensor = load(store.read(name))["direction"]
     except (SafetensorError, KeyError) as error:
-        raise files.damaged(root, name, error) from None
+        raise files.damaged(store, name, error) from None
     if content_hash(tensor) != digest:
-        raise errors.Damaged(f"{name} of {str(root)!r} was changed; restore it from a copy of the run")
+        raise errors.Damaged(f"{name} of {str(store)!r} was changed; restore it from a copy of the run")
     return tensor

@@ -1,190 +1,79 @@
-"""Files that are either complete or absent, and never rewritten.
-
-Locally every write goes through `_tmp/`, is fsynced, and gets its name by a hard link, which fails where the name
-exists (a rename would hide that). On object stores a file appears with its whole content, by a conditional put.
-"""
+"""JSON and YAML in a run folder: read with bounds, written as plain values."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import io
 import json
-import os
-import secrets
-from collections.abc import Iterator
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ..errors import Damaged
-from .place import Remote, asking, place
+from .store import Store, Where, open_store
 
-Root = str | Path | Remote
-
-
-def write_new(root: Root, name: str, data: bytes) -> None:
-    """Create `root/name` with this content, complete and fsynced. FileExistsError where it exists."""
-    with create(root, name) as out:
-        out.write(data)
+MOST_BYTES = 1 << 30
+"""Of a JSON or YAML file: no real one comes near."""
+MOST_NODES = 10_000_000
+"""Of a YAML file, each alias counted as often as it stands there."""
 
 
-@contextlib.contextmanager
-def create(root: Root, name: str) -> Iterator[IO[bytes]]:
-    """A binary file that gets its name `root/name` when the block ends cleanly; FileExistsError where it exists."""
-    final = place(root) / name
-    if isinstance(final, Remote):
-        with _conditional_put(final) as out:
-            yield out
-        return
-    with _temporary(Path(str(root)), final) as (out, temporary):
-        yield out
-        _sync(out)
-        os.link(temporary, final)
-        fsync_folder(final.parent)
-
-
-def replace(root: Root, name: str, data: bytes) -> None:
-    """Atomically write a derived file that may be rewritten (progress, aggregates, report): never data."""
-    final = place(root) / name
-    if isinstance(final, Remote):
-        final.replace(data)
-        return
-    with _temporary(Path(str(root)), final) as (out, temporary):
-        out.write(data)
-        _sync(out)
-        os.replace(temporary, final)
-        fsync_folder(final.parent)
-
-
-@contextlib.contextmanager
-def _temporary(root: Path, final: Path) -> Iterator[tuple[IO[bytes], Path]]:
-    (root / "_tmp").mkdir(parents=True, exist_ok=True)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = root / "_tmp" / f"{secrets.token_hex(8)}.part"
+def parsed(data: bytes | str) -> Any:
+    """JSON. ValueError: it is none, or nested too deeply to be ours."""
     try:
-        with open(temporary, "xb") as out:
-            yield out, temporary
-    finally:
-        temporary.unlink(missing_ok=True)
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
-@contextlib.contextmanager
-def _conditional_put(final: Remote) -> Iterator[IO[bytes]]:
-    """The store itself refuses an existing name, when the upload is completed.
-
-    A refusal may hide a success: the reply to a put is lost, its client puts again, and finds the name taken by itself.
-    So an object that stands with exactly this content is this one.
-    """
-    out = _Hashed(final)
+def read_json(at: Where, name: str) -> Any:
+    """The mapping in a file of a run folder. FileNotFoundError: it is missing. Damaged: it holds no JSON mapping."""
+    store = open_store(at)
     try:
-        yield out  # ty: ignore[invalid-yield] (it has of IO what is written to)
-    except BaseException:
-        out.discard()
-        raise
-    try:
-        out.finish()
-    except FileExistsError:
-        if not out.stands():
-            raise
-
-
-class _Hashed(io.RawIOBase):
-    """A file on its way to a store, which remembers what was written."""
-
-    def __init__(self, final: Remote):
-        super().__init__()
-        self._final, self._digest, self._size = final, hashlib.sha256(), 0
-        self._out: Any = final.open("xb")
-
-    def write(self, data: Any) -> int:
-        self._digest.update(data)
-        self._size += len(data)
-        with asking(str(self._final)):
-            return self._out.write(data)
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._size
-
-    def finish(self) -> None:
-        with asking(str(self._final)):
-            self._out.close()
-
-    def discard(self) -> None:
-        with contextlib.suppress(Exception):
-            self._out.discard()
-        self._out.closed = True
-
-    def stands(self) -> bool:
-        """True if the store holds exactly what was written."""
-        if self._final.stat().st_size != self._size:
-            return False
-        digest = hashlib.sha256()
-        with self._final.open("rb") as standing, asking(str(self._final)):
-            while piece := standing.read(1 << 24):
-                digest.update(piece)
-        return digest.digest() == self._digest.digest()
-
-
-def _sync(out: IO[bytes]) -> None:
-    out.flush()
-    os.fsync(out.fileno())
-
-
-def check_links(root: Root) -> None:
-    """OSError where the file system of a local run folder has no hard links: nothing could be committed there."""
-    if isinstance(place(root), Path):
-        name = f"_tmp/{secrets.token_hex(8)}.link"
-        write_new(root, name, b"")
-        delete(root, name)
-
-
-def delete(root: Root, name: str) -> None:
-    """Remove a file that no commit names; missing is fine."""
-    (place(root) / name).unlink(missing_ok=True)
-
-
-def fsync_folder(folder: str | Path) -> None:
-    """Make the names in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def read_json(root: Root, name: str) -> Any:
-    """The mapping in `root/name`. FileNotFoundError where it is missing, Damaged where it holds no JSON mapping."""
-    try:
-        found = json.loads((place(root) / name).read_bytes())
+        found = parsed(_bounded(store, name))
     except ValueError as error:
-        raise damaged(root, name, error) from None
-    return _mapping(root, name, found)
+        raise damaged(store, name, error) from None
+    return _mapping(store, name, found)
 
 
-def read_yaml(root: Root, name: str) -> Any:
+def read_yaml(at: Where, name: str) -> Any:
     """As `read_json`, of YAML with plain values only."""
     import yaml
 
+    store = open_store(at)
     try:
-        found = yaml.load((place(root) / name).read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError as error:
-        raise damaged(root, name, error) from None
-    return _mapping(root, name, found)
+        found = yaml.load(_bounded(store, name), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        _count(found, {})
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise damaged(store, name, error) from None
+    return _mapping(store, name, found)
 
 
-def _mapping(root: Root, name: str, found: Any) -> Any:
+def _bounded(store: Store, name: str) -> bytes:
+    if (size := store.size(name)) > MOST_BYTES:
+        raise Damaged(f"{name} of {str(store)!r} has {size} bytes; no run writes more than {MOST_BYTES} there")
+    return store.read(name)
+
+
+def _count(value: Any, known: dict[int, int]) -> int:
+    """How many values there are, aliases counted again. ValueError: too many, or one that holds itself."""
+    if not isinstance(value, (dict, list)):
+        return 1
+    if (count := known.get(id(value))) is None:
+        known[id(value)] = 0
+        inner = value if isinstance(value, list) else [part for pair in value.items() for part in pair]
+        count = known[id(value)] = 1 + sum(_count(part, known) for part in inner)
+    if not count or count > MOST_NODES:
+        raise ValueError("its aliases make more of it than any run writes")
+    return count
+
+
+def _mapping(store: Store, name: str, found: Any) -> Any:
     if not isinstance(found, dict):
-        raise damaged(root, name, TypeError("it holds no mapping"))
+        raise damaged(store, name, TypeError("it holds no mapping"))
     return found
 
 
-def damaged(root: Root, name: str, error: Exception) -> Damaged:
-    """What to raise for `root/name`, which holds something else than was written there."""
+def damaged(at: Where, name: str, error: Exception) -> Damaged:
+    """What to raise for a file of a run folder which holds something else than was written there."""
     why = " ".join(str(error).split())
-    return Damaged(f"{name} of {str(root)!r} cannot be read ({why}); restore it from a copy of the run")
+    return Damaged(f"{name} of {str(at)!r} cannot be read ({why}); restore it from a copy of the run")
 
 
 def dump_yaml(value: Any) -> bytes:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
-from . import files
 from .commits import Commit, list_commits
 from .lease import exclusively
-from .place import Remote
 from .reader import RunFolder
+from .store import Store, Where
 
 TABLES = ("messages", "records", "activations", "stats", "routing", "outcomes", "failures")
 """Folders of data files."""
@@ -24,7 +22,7 @@ def uncommitted(run: RunFolder, commits: list[Commit] | None = None) -> Iterator
     standing = list(run.commits()) if commits is None else commits
     closed = {c.unit for c in standing}
     named = {f["path"] for c in standing for f in c.files}
-    for path in _data_files(run.root):
+    for path in _data_files(run.store):
         match = _SHARD.fullmatch(path.rpartition("/")[2])
         if match and match["unit"] in closed and path not in named:
             yield path
@@ -32,27 +30,25 @@ def uncommitted(run: RunFolder, commits: list[Commit] | None = None) -> Iterator
 
 def foreign(run: RunFolder) -> Iterator[str]:
     """Files among the data that no run writes."""
-    return (path for path in _data_files(run.root) if not _SHARD.fullmatch(path.rpartition("/")[2]))
+    return (path for path in _data_files(run.store) if not _SHARD.fullmatch(path.rpartition("/")[2]))
 
 
-def _data_files(root: Path | Remote) -> Iterator[str]:
+def _data_files(store: Store) -> Iterator[str]:
     for table in TABLES:
-        for path in sorted((root / table).rglob("*")):
-            if isinstance(path, Remote) or path.is_file():
-                yield str(path)[len(str(root)) + 1 :]
+        yield from sorted(store.walk(table))
 
 
-def collect(root: files.Root, *, dry_run: bool = False, leased: bool = False) -> list[str]:
+def collect(root: Where, *, dry_run: bool = False, leased: bool = False) -> list[str]:
     """Delete what `uncommitted` lists, and return it. Takes the folder's lease unless the caller holds it (`leased`).
 
     RunRefused where another driver holds it.
     """
     run = RunFolder(root)
     if not (leased or dry_run):
-        with exclusively(root):
-            return collect(root, leased=True)
-    light = [replace(c, cells=(), failed=(), children=()) for c in list_commits(root)]
+        with exclusively(run.store):
+            return collect(run.store, leased=True)
+    light = [replace(c, cells=(), failed=(), children=()) for c in list_commits(run.store)]
     found = list(uncommitted(run, light))
     for path in () if dry_run else found:
-        files.delete(run.root, path)
+        run.store.delete(path)
     return found

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Held, RunRefused
-from . import files
-from .place import place
+from . import files, names
+from .store import Store, Where, open_store, within
 
 
 @contextmanager
-def exclusively(root: files.Root) -> Iterator[None]:
+def exclusively(root: Where) -> Iterator[None]:
     """Hold a folder's lease. RunRefused where a driver holds it."""
     lease = Lease(root)
     try:
@@ -45,8 +45,8 @@ KEPT = 1000
 class Lease:
     """The right to drive one run folder. `acquire`, then look at `lost` now and then, then `release`."""
 
-    def __init__(self, root: files.Root, *, interval_s: float = 10.0, takeover_s: float = 60.0, say=lambda line: None):
-        self.root, self.interval_s, self.takeover_s, self._say = place(root), interval_s, takeover_s, say
+    def __init__(self, root: Where, *, interval_s: float = 10.0, takeover_s: float = 60.0, say=lambda line: None):
+        self.store, self.interval_s, self.takeover_s, self._say = open_store(root), interval_s, takeover_s, say
         self.holder = secrets.token_hex(8)
         self.number = 0
         self.lost: str | None = None
@@ -69,7 +69,7 @@ class Lease:
         """Held where another driver has taken the lease since: asked before anything that a commit could not undo."""
         standing = self._read(self._latest())
         if self.lost or standing.get("holder") != self.holder:
-            raise Held(self.lost or _refusal(self.root, standing))
+            raise Held(self.lost or _refusal(self.store, standing))
 
     def release(self) -> None:
         """Stop renewing and leave a last number that says so."""
@@ -86,7 +86,7 @@ class Lease:
         while time.monotonic() < deadline:
             time.sleep(min(self.interval_s / 10, 1.0))
             if self._latest() != number:
-                raise Held(_refusal(self.root, self._read(self._latest())))
+                raise Held(_refusal(self.store, self._read(self._latest())))
             if _is_over(standing):
                 return
 
@@ -108,33 +108,31 @@ class Lease:
             "started": _start_time(os.getpid()), "host": socket.gethostname(), "where": _where(),
         }  # fmt: skip
         try:
-            files.write_new(self.root, f"_lease/{number}.json", files.dump_json(content))
+            self.store.write_new(names.lease(number), files.dump_json(content))
         except FileExistsError:
             standing = self._read(number)
             if standing.get("holder") != self.holder:
-                raise Held(_refusal(self.root, standing)) from None
+                raise Held(_refusal(self.store, standing)) from None
         if (latest := self._latest()) > number:
-            raise Held(_refusal(self.root, self._read(latest)))
+            raise Held(_refusal(self.store, self._read(latest)))
         self.number = number
 
     def _prune(self) -> None:
         for number in self._numbers():
             if number <= self.number - KEPT:
-                (self.root / "_lease" / f"{number}.json").unlink(missing_ok=True)
+                self.store.delete(names.lease(number))
 
     def _numbers(self) -> list[int]:
-        folder = self.root / "_lease"
-        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit()]
+        return within(self.store.entries(names.LEASE), "", ".json")
 
     def _latest(self) -> int:
         return max(self._numbers(), default=0)
 
     def _read(self, number: int) -> dict[str, Any]:
-        return files.read_json(self.root, f"_lease/{number}.json")
+        return files.read_json(self.store, names.lease(number))
 
 
-def latest(root: files.Root) -> dict[str, Any] | None:
+def latest(root: Where) -> dict[str, Any] | None:
     """The newest lease number's content, with `over`: whether its holder released it or is known to be dead."""
     lease = Lease(root)
     if not (number := lease._latest()):
@@ -143,9 +141,9 @@ def latest(root: files.Root) -> dict[str, Any] | None:
     return {**content, "over": _is_over(content)}
 
 
-def _refusal(root: Any, standing: dict[str, Any]) -> str:
+def _refusal(store: Store, standing: dict[str, Any]) -> str:
     return (
-        f"another driver is running {root} (pid {standing.get('pid')} on {standing.get('host')}); "
+        f"another driver is running {store} (pid {standing.get('pid')} on {standing.get('host')}); "
         "stop it first, or give another run.dir"
     )
 

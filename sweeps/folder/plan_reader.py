@@ -11,11 +11,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import json
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,10 +24,10 @@ import pyarrow.parquet as pq
 from .. import errors
 from ..config.schema import SweepConfig
 from ..errors import ConfigError
-from . import files, schemas
+from . import files, names, schemas
 from .cells import Cell, Trunk, Unit
-from .place import Remote, arrow, place
 from .schemas import CONFIG_SHA256, ITEMS_SHA256
+from .store import Where, open_store, within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,25 +50,24 @@ class UnitInfo:
 class PlanFile:
     """Reads a run folder's plan, unit by unit, without holding the cells."""
 
-    def __init__(self, root: files.Root):
-        self.root = place(root)
-        parts = {int(path.stem.split("-")[1]): path for path in (self.root / "plan").glob("part-*.parquet")}
-        self.parts = [parts[number] for number in sorted(parts)]
+    def __init__(self, root: Where):
+        self.store = open_store(root)
+        self._fs = self.store.arrow_fs
+        parts = within(self.store.entries(names.PLAN), "part-", ".parquet")
+        self.parts = [names.part(number) for number in parts]
         if lost := {*range(len(parts))} - {*parts}:
             raise errors.Damaged(
-                f"plan/part-{min(lost)}.parquet of {str(self.root)!r} is missing; restore it from a copy of the run"
+                f"{names.part(min(lost))} of {str(self.store)!r} is missing; restore it from a copy of the run"
             )
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Every row that is a cell, all parts as one table; an axis that a part did not have is null there."""
         found = []
         if not self.parts:
-            raise ConfigError(f"{str(self.root)!r} holds no plan; is it a run folder?")
+            raise ConfigError(f"{str(self.store)!r} holds no plan; is it a run folder?")
         for path in self.parts:
-            where, fs = arrow(path)
-            names = pq.read_schema(where, filesystem=fs).names
-            wanted = None if columns is None else [c for c in columns if c in names]
-            table = pq.read_table(where, columns=wanted, filesystem=fs, page_checksum_verification=True)
+            known = self._file(path).schema_arrow.names
+            table = self._read(path, None if columns is None else [c for c in columns if c in known])
             found.append(table.filter(pc.is_valid(table["cell"])) if "cell" in table.column_names else table)
         return pa.concat_tables(found, promote_options="permissive")
 
@@ -88,7 +85,7 @@ class PlanFile:
 
     def cell_ids(self) -> np.ndarray:
         """The ids of all cells in plan order, 10 bytes each: see `packed`."""
-        rows = sum(pq.read_metadata(where, filesystem=fs).num_rows for where, fs in map(arrow, self.parts))
+        rows = sum(self._file(part).metadata.num_rows for part in self.parts)
         found, at = np.empty(rows, "S10"), 0
         for part in range(len(self.parts)):
             for table in self._groups(part, ["cell"]):
@@ -129,11 +126,9 @@ class PlanFile:
         """Unit -> other unit -> bitmap of its cells that cells of the first need."""
         wanted: dict[str, set[str]] = {}
         for part in range(len(self.parts)):
-            where, fs = arrow(self.parts[part])
-            if "donors" not in pq.read_schema(where, filesystem=fs).names:
+            if "donors" not in self._file(self.parts[part]).schema_arrow.names:
                 continue
-            columns = ["unit", "cell", "donors"]
-            table = pq.read_table(where, columns=columns, filesystem=fs, page_checksum_verification=True)
+            table = self._read(self.parts[part], ["unit", "cell", "donors"])
             own = dict(zip(table["cell"].to_pylist(), table["unit"].to_pylist(), strict=True))
             for unit, donors in zip(table["unit"].to_pylist(), table["donors"].to_pylist(), strict=True):
                 if outside := {d for d in donors or () if d and own.get(d) != unit}:
@@ -150,13 +145,12 @@ class PlanFile:
         """Cell id -> (unit, its position there). KeyError for a cell that the plan does not have."""
         found: dict[str, tuple[str, int]] = {}
         for part in range(len(self.parts)) if cells else ():
-            where, fs = arrow(self.parts[part])
-            table = pq.read_table(where, columns=["cell", "unit"], filesystem=fs, page_checksum_verification=True)
+            table = self._read(self.parts[part], ["cell", "unit"])
             for row in np.flatnonzero(pc.is_in(table["cell"], value_set=pa.array(list(cells), pa.string()))):
                 unit = table["unit"][row].as_py()
                 found[table["cell"][row].as_py()] = (unit, int(row) - self._where[unit][1])
         if missing := set(cells) - set(found):
-            raise KeyError(f"the plan of {str(self.root)!r} does not have the cells {sorted(missing)[:3]}")
+            raise KeyError(f"the plan of {str(self.store)!r} does not have the cells {sorted(missing)[:3]}")
         return found
 
     def _foreign(self) -> pa.Array:
@@ -174,8 +168,7 @@ class PlanFile:
         return self._groups(part, ["unit", "cell", "trunk", "cast", "owned"])
 
     def _groups(self, part: int, columns: list[str]) -> Iterator[pa.Table]:
-        where, fs = arrow(self.parts[part])
-        with pq.ParquetFile(where, filesystem=fs, page_checksum_verification=True) as file:
+        with self._file(self.parts[part]) as file:
             for group in range(file.num_row_groups):
                 yield file.read_row_group(group, columns=columns)
 
@@ -197,7 +190,7 @@ class PlanFile:
     @property
     def unit_names(self) -> Iterator[str]:
         """In plan order."""
-        return (str(name) for names, _ in self._index for name in names)
+        return (str(name) for units, _ in self._index for name in units)
 
     def unit(self, name: str) -> Unit:
         """One unit whole. KeyError where the plan has none of that name."""
@@ -233,26 +226,26 @@ class PlanFile:
 
     def retries(self) -> list[tuple[int, list[str]]]:
         """Every round of retries: the last part of the plan when it began, and the units it reopened."""
-        rounds = sorted((self.root / "plan").glob("retries-*.json"), key=lambda p: int(p.stem.split("-")[1]))
-        found = [files.read_json(self.root, f"plan/{path.name}") for path in rounds]
+        rounds = within(self.store.entries(names.PLAN), "retries-", ".json")
+        found = [files.read_json(self.store, names.retries(number)) for number in rounds]
         return [(entry["part"], entry["units"]) for entry in found]
 
     def reopen(self, units: Sequence[str]) -> None:
         """Write down another round of retries. FileExistsError where another driver does so too."""
         content = {"part": len(self.parts) - 1, "units": list(units)}
-        files.write_new(self.root, f"plan/retries-{len(self.retries())}.json", files.dump_json(content))
+        self.store.write_new(names.retries(len(self.retries())), files.dump_json(content))
 
     def config(self, part: int) -> SweepConfig:
         """The configuration with which a part entered the run. Damaged: it is not what it was then."""
-        name = f"config-{part}.yaml"
-        plain = files.read_yaml(self.root, name)
+        name = names.config(part)
+        plain = files.read_yaml(self.store, name)
         wanted = self._sealed(part).get(CONFIG_SHA256)
-        if wanted and hashlib.sha256((self.root / name).read_bytes()).hexdigest() != wanted:
-            raise errors.Damaged(f"{name} of {str(self.root)!r} was changed; restore it from a copy of the run")
+        if wanted and hashlib.sha256(self.store.read(name)).hexdigest() != wanted:
+            raise errors.Damaged(f"{name} of {str(self.store)!r} was changed; restore it from a copy of the run")
         try:
             return SweepConfig.from_dict(plain)
         except ConfigError as error:
-            raise files.damaged(self.root, name, error) from None
+            raise files.damaged(self.store, name, error) from None
 
     def check_items(self, part: int) -> None:
         """Read a part's items. Damaged: they are not what they were when it was planned."""
@@ -262,8 +255,7 @@ class PlanFile:
         """What the footer of a part says of its other files."""
         if part >= len(self.parts):
             return {}
-        where, fs = arrow(self.parts[part])
-        found = pq.read_metadata(where, filesystem=fs).metadata or {}
+        found = self._file(self.parts[part]).metadata.metadata or {}
         return {key.decode(): value.decode() for key, value in found.items() if key.endswith(b"_sha256")}
 
     def rows(self, name: str) -> pa.Table:
@@ -274,10 +266,10 @@ class PlanFile:
         """The row of an item."""
         file, hashes, offsets = self._items(part)
         first, last = np.searchsorted(hashes, hash(name)), np.searchsorted(hashes, hash(name), "right")
-        with file.open("rb") as rows:
+        with self.store.open(file) as rows:
             for offset in offsets[first:last]:
                 rows.seek(int(offset))
-                if (row := json.loads(rows.readline()))["id"] == name:
+                if (row := files.parsed(rows.readline()))["id"] == name:
                     return row
         raise KeyError(f"part {part} of the plan has no item {name!r}")
 
@@ -286,26 +278,25 @@ class PlanFile:
         """Per part: unit names in order, and where each starts (one more at the end)."""
         found = []
         for path in self.parts:
-            where, fs = arrow(path)
-            names, starts, at = [], [], 0
-            with pq.ParquetFile(where, filesystem=fs, page_checksum_verification=True) as file:
+            found_names, starts, at = [], [], 0
+            with self._file(path) as file:
                 for group in range(file.num_row_groups):
                     units = file.read_row_group(group, columns=["unit"])["unit"].combine_chunks().dictionary_encode()
                     first = np.flatnonzero(np.diff(units.indices.to_numpy(), prepend=-1))
                     for start, name in zip(first, units.take(pa.array(first)).to_pylist(), strict=True):
-                        if not names or names[-1] != name:
-                            names.append(name)
+                        if not found_names or found_names[-1] != name:
+                            found_names.append(name)
                             starts.append(at + int(start))
                     at += len(units)
-            found.append((np.array(names, object), np.array([*starts, at])))
+            found.append((np.array(found_names, object), np.array([*starts, at])))
         return found
 
     @functools.cached_property
     def _where(self) -> dict[str, tuple[int, int, int]]:
         return {
             str(name): (part, int(starts[i]), int(starts[i + 1]))
-            for part, (names, starts) in enumerate(self._index)
-            for i, name in enumerate(names)
+            for part, (units, starts) in enumerate(self._index)
+            for i, name in enumerate(units)
         }
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (one plan per run)
@@ -319,30 +310,36 @@ class PlanFile:
         return table.slice(first - groups[0] * schemas.ROWS, last - first)
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 (one plan per run)
-    def _items(self, part: int) -> tuple[Path | Remote, np.ndarray, np.ndarray]:
+    def _items(self, part: int) -> tuple[str, np.ndarray, np.ndarray]:
         """The file of a part's items; of each the hash of its id, sorted, and where its row begins: 16 bytes an item."""
-        name = f"inputs/items-{part}.jsonl"
-        file, at, digest = self.root / name, 0, hashlib.sha256()
+        name, at, digest = names.items(part), 0, hashlib.sha256()
         hashes, offsets = array("q"), array("q")
-        with file.open("rb") as rows:
+        with self.store.open(name) as rows:
             for line in rows:
                 try:
-                    hashes.append(hash(json.loads(line)["id"]))
+                    hashes.append(hash(files.parsed(line)["id"]))
                 except (ValueError, KeyError, TypeError) as error:
-                    raise files.damaged(self.root, name, error) from None
+                    raise files.damaged(self.store, name, error) from None
                 offsets.append(at)
                 at += len(line)
                 digest.update(line)
         if digest.hexdigest() != self._sealed(part).get(ITEMS_SHA256, digest.hexdigest()):
-            raise errors.Damaged(f"{name} of {str(self.root)!r} was changed; restore it from a copy of the run")
+            raise errors.Damaged(f"{name} of {str(self.store)!r} was changed; restore it from a copy of the run")
         found = np.frombuffer(hashes, np.int64) if hashes else np.array([], np.int64)
         order = np.argsort(found, kind="stable")
-        return file, found[order], (np.frombuffer(offsets, np.int64) if offsets else found)[order]
+        return name, found[order], (np.frombuffer(offsets, np.int64) if offsets else found)[order]
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 (one plan per run; a unit may stand in two)
     def _group(self, part: int, group: int) -> pa.Table:
-        where, fs = arrow(self.parts[part])
-        return pq.ParquetFile(where, filesystem=fs, page_checksum_verification=True).read_row_group(group)
+        with self._file(self.parts[part]) as file:
+            return file.read_row_group(group)
+
+    def _file(self, path: str) -> pq.ParquetFile:
+        return pq.ParquetFile(self.store.arrow(path), filesystem=self._fs, page_checksum_verification=True)
+
+    def _read(self, path: str, columns: Sequence[str] | None) -> pa.Table:
+        return pq.read_table(self.store.arrow(path), columns=columns, filesystem=self._fs,
+                             page_checksum_verification=True)  # fmt: skip
 
 
 def packed(ids: np.ndarray) -> np.ndarray:

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..config.schema import AxisConfig
-from . import files, schemas
+from . import files, names, schemas
 from .cells import Unit
-from .place import place
 from .schemas import CONFIG_SHA256, ITEMS_SHA256
+from .store import Where, open_store
 
 
 def schema(axes: Sequence[AxisConfig], patched: bool = False) -> pa.Schema:
@@ -30,20 +30,20 @@ def _axis_type(axis: AxisConfig) -> pa.DataType:
     return pa.float64() if numbers else pa.string()
 
 
-def write(root: files.Root, part: int, axes: Sequence[AxisConfig], units: Iterable[Unit], patched: bool = False) -> int:
+def write(root: Where, part: int, axes: Sequence[AxisConfig], units: Iterable[Unit], patched: bool = False) -> int:
     """Write `plan/part-<part>.parquet` and the items of its units; the number of cells. Streamed.
 
     Where the folder has the part's `config-<part>.yaml`, its hash is kept. patched: cells may have donors.
     """
     columns, kinds = schema(axes, patched), {axis.path: _axis_type(axis) for axis in axes}
-    sealed, settings = {}, place(root) / f"config-{part}.yaml"
-    if settings.is_file():
-        sealed[CONFIG_SHA256] = hashlib.sha256(settings.read_bytes()).hexdigest()
+    store, sealed = open_store(root), {}
+    if store.exists(names.config(part)):
+        sealed[CONFIG_SHA256] = hashlib.sha256(store.read(names.config(part))).hexdigest()
     with (
-        files.create(root, f"plan/part-{part}.parquet") as out,
+        store.create(names.part(part)) as out,
         pq.ParquetWriter(out, columns, **schemas.LAYOUT) as writer,
     ):
-        with files.create(root, f"inputs/items-{part}.jsonl") as rows_out:
+        with store.create(names.items(part)) as rows_out:
             count, sealed[ITEMS_SHA256] = _write_units(writer, rows_out, units, columns, kinds, patched)
         writer.add_key_value_metadata(sealed)
     return count

@@ -18,12 +18,13 @@ import pyarrow.dataset as ds
 from .. import errors
 from ..config.schema import SweepConfig
 from ..errors import ConfigError, did_you_mean
-from . import rows, schemas, tensors
+from . import names, rows, schemas, tensors
 from .commits import Commit, list_commits
 from .files import read_json
-from .place import Remote, arrow, place
+from .paths import parts
 from .plan_reader import PlanFile
 from .records import Records
+from .store import Remote, Where, open_store, within
 
 if TYPE_CHECKING:
     from interlens.message import Message
@@ -45,16 +46,21 @@ TABLES = {
 class RunFolder(Records):
     """One run folder, as far as it is committed when it is first read; `refresh` looks again."""
 
-    def __init__(self, path: str | Path | Remote):
-        self.root = place(path)
-        if not (self.root / "run.json").is_file():
-            raise ConfigError(f"{str(path)!r} is no run folder: it has no run.json")
-        self.about: dict[str, Any] = read_json(self.root, "run.json")
+    def __init__(self, path: Where):
+        self.store = open_store(path)
+        if not self.store.exists(names.RUN):
+            raise ConfigError(f"{str(path)!r} is no run folder: it has no {names.RUN}")
+        self.about: dict[str, Any] = read_json(self.store, names.RUN)
         version = self.about.get("schema_version")
         if version not in schemas.READABLE:
             raise ConfigError(
                 f"{str(path)!r} has schema version {version}; this version reads {', '.join(map(str, schemas.READABLE))}"
             )
+
+    @property
+    def root(self) -> Path | Remote:
+        """The folder's path or URL."""
+        return self.store.root
 
     def __repr__(self) -> str:
         counts = self.counts
@@ -62,17 +68,17 @@ class RunFolder(Records):
 
     def refresh(self) -> Self:
         """The same folder, looked at again."""
-        return type(self)(self.root)
+        return type(self)(self.store)
 
     # ---- what was planned and what became of it
 
     @cached_property
     def config(self) -> SweepConfig:
         """As the run was last started or extended."""
-        parts = sorted(int(p.stem.split("-")[1]) for p in self.root.glob("config-*.yaml"))
-        if not parts:
+        found = within(self.store.entries(), "config-", ".yaml")
+        if not found:
             raise errors.Damaged(f"{str(self.root)!r} has no config-<k>.yaml; restore it from a copy of the run")
-        return self.plan.config(parts[-1])
+        return self.plan.config(found[-1])
 
     def config_of(self, part: int) -> SweepConfig:
         """As a part of the plan entered the run."""
@@ -80,11 +86,11 @@ class RunFolder(Records):
 
     @cached_property
     def plan(self) -> PlanFile:
-        return PlanFile(self.root)
+        return PlanFile(self.store)
 
     @cached_property
     def _commits(self) -> list[Commit]:
-        return list(list_commits(self.root))
+        return list(list_commits(self.store))
 
     def commits(self) -> Iterator[Commit]:
         """Every commit, in order of unit id: a unit before its children."""
@@ -95,7 +101,7 @@ class RunFolder(Records):
         """(table, path) of every committed file, and cells by state, from one look at each commit: no id is kept."""
         files: list[tuple[str, str]] = []
         done, failed = 0, {}
-        for commit in self.__dict__.get("_commits") or list_commits(self.root):
+        for commit in self.__dict__.get("_commits") or list_commits(self.store):
             files += [(file["table"], file["path"]) for file in commit.files]
             done += len(commit.cells)
             failed[commit.unit] = len(commit.failed)
@@ -131,26 +137,34 @@ class RunFolder(Records):
 
     def files(self, table: str) -> list[str]:
         """Absolute paths of the committed files of messages, records, activations, stats, outcomes or failures."""
-        return [self.full_path(path) for name, path in self._totals[0] if name == table]
+        return [self.full_path(path) for path in self.paths(table)]
+
+    def paths(self, table: str) -> list[str]:
+        """As `files`, relative to the folder."""
+        return [path for name, path in self._totals[0] if name == table]
 
     def full_path(self, path: str) -> str:
         """The absolute path of a file of this folder. Damaged: it lies outside."""
-        if ".." in path.split("/") or path.startswith("/"):
-            raise errors.Damaged(f"a commit in {str(self.root)!r} names {path!r}, outside the run folder")
+        parts(self.store, path)
         return str(self.root / path)
 
     def dataset(self, name: str, files: Sequence[str] | None = None) -> ds.Dataset:
-        """A committed table as an Arrow dataset with its own schema (records: model and site from the folder names)."""
+        """A committed table as an Arrow dataset with its own schema (records: model and site from the folder names).
+
+        `files`: some of its committed files, relative to the folder.
+        """
         if name not in TABLES:
             raise KeyError(f"no table {name!r}{did_you_mean(name, TABLES)}")
         schema, partitioning = TABLES[name], None
         if name == "records":
             schema = pa.schema([*schema, *schemas.RECORD_PARTITIONS])
             partitioning = ds.partitioning(schemas.RECORD_PARTITIONS, flavor="hive")
-        found = [arrow(place(file))[0] for file in (self.files(name) if files is None else files)]
-        base, fs = arrow(self.root)
-        return ds.dataset(found, schema=schema, format=_CHECKED, partitioning=partitioning, filesystem=fs,
-                          partition_base_dir=base)  # fmt: skip
+        if files is None:
+            files = self.paths(name)
+        found = [self.store.arrow(path) for path in files]
+        base = self.store.arrow_base
+        return ds.dataset(found, schema=schema, format=_CHECKED, partitioning=partitioning,
+                          filesystem=self.store.arrow_fs, partition_base_dir=base)  # fmt: skip
 
     def table(self, name: str, columns: Sequence[str] | None = None, filter: Any = None) -> pa.Table:
         """A committed table (messages, records, outcomes, failures) with its schema; `filter`: a pyarrow expression.
@@ -174,9 +188,9 @@ class RunFolder(Records):
             dict(n or ()) | dict(t or ())
             for n, t in zip(*(table[c].to_pylist() for c in ("numbers", "texts")), strict=True)
         ]
-        names = list(dict.fromkeys(name for row in found for name in row))
+        given = list(dict.fromkeys(name for row in found for name in row))
         joined = self.joined(table.select(["cell", "trunk"]))
-        for name in names:
+        for name in given:
             taken = name if name not in joined.column_names else f"outcome.{name}"
             joined = joined.append_column(taken, pa.array([row.get(name) for row in found]))
         return joined
@@ -227,7 +241,7 @@ class RunFolder(Records):
         return [rows.message(row) for row in found]
 
     def _message_rows(self, commit: Commit, filter: Any) -> list[dict[str, Any]]:
-        files = [self.full_path(f["path"]) for f in commit.files if f["table"] == "messages"]
+        files = [f["path"] for f in commit.files if f["table"] == "messages"]
         found = self.dataset("messages", files).to_table(filter=filter).to_pylist() if files else []
         return sorted(found, key=lambda row: row["message_idx"])
 
@@ -242,8 +256,7 @@ class RunFolder(Records):
 
     def unit_outcomes(self, unit: str) -> dict[str, dict[str, Any]]:
         """Cell -> its outcomes, of the finished cells of a unit of the plan that have some."""
-        files = [self.full_path(f["path"]) for c in self._cell_units.get(unit, []) for f in c.files
-                 if f["table"] == "outcomes"]  # fmt: skip
+        files = [f["path"] for c in self._cell_units.get(unit, []) for f in c.files if f["table"] == "outcomes"]
         table = self.dataset("outcomes", files).to_table() if files else pa.table({})
         return {row["cell"]: dict(row["numbers"]) | dict(row["texts"]) for row in table.to_pylist()}
 
@@ -261,7 +274,8 @@ class RunFolder(Records):
     def captures(self) -> list[Self]:
         """What `sweeps capture` added: run folders of the same cells, whose records `query`, `at`, `cache`, `vectors` and
         aggregates over records read along."""
-        return [type(self)(path.parent) for path in sorted((self.root / "captures").glob("*/run.json"))]
+        folders = [names.capture(name) for name in self.store.entries(names.CAPTURES)]
+        return [type(self)(self.store.sub(f)) for f in folders if self.store.exists(f"{f}/{names.RUN}")]
 
     @cached_property
     def _trunk_holder(self) -> dict[str, Commit]:
@@ -311,8 +325,8 @@ class RunFolder(Records):
 
     def sums(self, name: str) -> Iterator[Mapping[str, np.ndarray]]:
         """The committed states of a sum, one per unit that has it, in order of unit id."""
-        for path in self.files("stats"):
-            mapped = tensors.open_file(place(path))
+        for path in self.paths("stats"):
+            mapped = tensors.open_file(self.store, path)
             keys = [key for key in mapped.entries if key.startswith(f"{name}/")]
             if keys:
                 yield {key[len(name) + 1 :]: mapped.rows(key, 0, mapped.entries[key].shape[0]).numpy() for key in keys}

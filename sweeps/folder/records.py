@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +17,7 @@ from interlens.interp.activation_cache import ActivationCache
 from interlens.interp.expert_load import RoutingStats
 
 from ..errors import did_you_mean
-from . import rows, schemas, tensors
-from .place import Remote, place
+from . import names, rows, schemas, tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
     from interlens.interp.activation_cache import ActivationRecord
 
     from .commits import Commit
+    from .store import Store
 
 
 FILTERS = ("cell", "trunk", "participant", "message_idx", "layer", "site", "model", "pool", "selection", "source")
@@ -35,7 +34,7 @@ FILTERS = ("cell", "trunk", "participant", "message_idx", "layer", "site", "mode
 class Records(ABC):
     """Base of `Run`: what it needs of it is abstract here."""
 
-    root: Path | Remote
+    store: Store
     captures: Any
     """Run folders inside this one whose records are read along."""
 
@@ -61,10 +60,6 @@ class Records(ABC):
     @abstractmethod
     def joined(self, table: pa.Table) -> pa.Table:
         """A table with its cells' items, seeds and axes."""
-
-    @abstractmethod
-    def full_path(self, path: str) -> str:
-        """Of a file named by a commit."""
 
     def query(self, *, where: Any = None, **filters: Any) -> list[ActivationRecord]:
         """Records that match, in stored order, their tensors memory-mapped.
@@ -95,7 +90,7 @@ class Records(ABC):
             shown = sorted((str(k) for k in known), key=lambda k: (len(k), k))
             more = f", ... ({len(shown)} in all)" if len(shown) > 8 else ""
             raise KeyError(
-                f"no {name} {', '.join(map(str, given))} in {self.root}; it has: {', '.join(shown[:8])}{more}"
+                f"no {name} {', '.join(map(str, given))} in {self.store}; it has: {', '.join(shown[:8])}{more}"
             )
 
     def at(self, **filters: Any) -> Tensor:
@@ -134,7 +129,7 @@ class Records(ABC):
         found = [self.dataset("records").to_table(filter=expression)]
         for added in self.captures:
             table = added.dataset("records").to_table(filter=expression)
-            inside = f"captures/{added.root.name}/"
+            inside = f"{names.capture(added.store.name)}/"
             column = pc.binary_join_element_wise(inside, table["file"], "")
             found.append(table.set_column(table.column_names.index("file"), "file", column))
         return pa.concat_tables(found) if len(found) > 1 else found[0]
@@ -144,7 +139,7 @@ class Records(ABC):
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 (maps live as long as somebody uses their tensors)
     def _mapped(self, file: str) -> tensors.TensorFile:
-        return tensors.open_file(place(self.full_path(file)))
+        return tensors.open_file(self.store, file)
 
     def routing_stats(self, *, where: Any = None, **filters: Any) -> RoutingStats:
         """Routing of everything that matches, merged. Filters: columns of `routing`, item, seeds and axes

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 
-from .files import Root
-from .place import place
+from . import files, names
+from .store import Where, open_store
 
 
-def read_results(root: Root) -> dict[str, dict[str, Any]]:
+def read_results(at: Where) -> dict[str, dict[str, Any]]:
     """Name -> result of every aggregate a run folder holds: directions first, `control...` last, by name between."""
-    files = (place(root) / "aggregates").glob("*.json")
-    files = sorted(files, key=lambda path: (path.stem != "directions", path.stem.startswith("control"), path.stem))
-    return {path.stem: json.loads(path.read_text()) for path in files}
+    store = open_store(at)
+    found = [name.removesuffix(".json") for name in store.entries(names.AGGREGATES) if name.endswith(".json")]
+    found.sort(key=lambda name: (name != "directions", name.startswith("control"), name))
+    return {name: files.read_json(store, names.result(name)) for name in found}
 
 
-def read_directions(path: Root) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """All directions of a file, name -> [D], and their provenance. ValueError where there is no such file."""
+def direction_names(at: Where) -> list[str]:
+    """The aggregates that have written directions, by name."""
+    found = [
+        n.removesuffix(".safetensors") for n in open_store(at).entries(names.AGGREGATES) if n.endswith(".safetensors")
+    ]
+    return sorted(name for name in found if not name.endswith(".arrays"))
+
+
+def read_directions(at: Where, aggregate: str = "directions") -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """All directions of an aggregate, name -> [D], and their provenance. ValueError: it has none. Damaged: unreadable."""
+    from safetensors import SafetensorError
     from safetensors.numpy import load
 
-    file = place(path)
-    if not file.exists():
-        raise ValueError(f"no directions at {path}; a run with an aggregate `directions` writes them")
-    data = file.read_bytes()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return dict(sorted(load(data).items())), json.loads(header.get("__metadata__", {}).get("provenance", "{}"))
+    store, name = open_store(at), names.directions(aggregate)
+    if not store.exists(name):
+        raise ValueError(f"no directions at {store}/{name}; a run with an aggregate `directions` writes them")
+    data = store.read(name)
+    try:
+        header = files.parsed(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return dict(sorted(load(data).items())), files.parsed(header.get("__metadata__", {}).get("provenance", "{}"))
+    except (SafetensorError, ValueError, AttributeError, TypeError) as error:
+        raise files.damaged(store, name, error) from None

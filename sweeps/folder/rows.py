@@ -12,6 +12,9 @@ from interlens.interp.select import Layout
 from interlens.message import Fed, Message
 from interlens.reasoning import Markers
 
+from ..errors import Damaged
+from . import files
+
 _LISTS = ("logprobs", "entropy", "sampling_logprobs")
 
 _COLUMNS = (*_LISTS, "surprisal", "finish_reason", "steering", "patch")
@@ -39,7 +42,7 @@ def message_row(message: Message, index: int) -> dict[str, Any]:
 def message(row: Mapping[str, Any]) -> Message:
     """The message of a row, with `fed` as it was."""
 
-    metadata = dict(json.loads(row["metadata"]))
+    metadata = dict(files.parsed(row["metadata"]))
     for key in _LISTS:
         if row[key] is not None:
             metadata[key] = row[key]
@@ -47,10 +50,13 @@ def message(row: Mapping[str, Any]) -> Message:
         metadata["surprisal"] = [-value for value in row["logprobs"]]
     if row["finish_reason"] is not None:
         metadata["finish_reason"] = row["finish_reason"]
-    metadata |= json.loads(row["interventions"] or "{}")
+    metadata |= files.parsed(row["interventions"] or "{}")
     fed = None
     if row["tokens"] is not None:
         layout, template = _layout(row["layout"])
+        sizes = [run["end"] - run["start"] for run in row["phases"]]
+        if min(sizes, default=0) < 0 or sum(sizes) != len(row["tokens"]):
+            raise Damaged(f"phases of other tokens than the {len(row['tokens'])} of a message by {row['author']!r}")
         phases = [run["phase"] for run in row["phases"] for _ in range(run["start"], run["end"])]
         fed = Fed(prompt=tuple(row["prompt_tokens"]), generated=tuple(row["tokens"]), phases=tuple(phases),
                   layout=layout, template_hash=template)  # fmt: skip
@@ -120,7 +126,7 @@ def _layout_json(fed: Any) -> str | None:
 
 
 def _layout(text: str | None) -> tuple[Layout | None, str]:
-    plain = json.loads(text) if text else {}
+    plain = files.parsed(text) if text else {}
     if "messages" not in plain:
         return None, plain.get("template", "")
     m = plain["markers"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-from typing import Any
+from .store import Where, open_store
 
 RESERVE_BYTES = 500_000_000
 """What a run leaves free on its disk."""
@@ -19,9 +17,6 @@ def human(size: float) -> str:
     return f"{size:.1f} TB"
 
 
-def free_bytes(root: Any) -> int:
-    """Free space of the disk on which a folder lies or will lie."""
-    path = Path(root).absolute()
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
+def free_bytes(at: Where) -> int | None:
+    """Free space of the disk on which a folder lies or will lie; None on object stores."""
+    return open_store(at).free_bytes()

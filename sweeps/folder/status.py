@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from pathlib import Path
 from typing import Any
 
 from .. import errors
-from . import commits, files, lease
-from .place import Remote, place
+from . import commits, files, lease, names
 from .plan_reader import PlanFile
+from .store import Store, Where, open_store, within
 
 
-def _event_files(root: Path | Remote) -> list[Path | Remote]:
+def event_files(store: Store) -> list[str]:
     """Oldest first: `events.jsonl`, or on object stores `events-<k>.jsonl`."""
-    parts = [path for path in root.glob("events-*.jsonl") if path.stem[7:].isdigit()]
-    whole = root / "events.jsonl"
-    return [*([whole] if whole.is_file() else []), *sorted(parts, key=lambda path: int(path.stem[7:]))]
+    return [*([names.EVENTS] if store.exists(names.EVENTS) else []),
+            *map(names.events, within(store.entries(), "events-", ".jsonl"))]  # fmt: skip
 
 
-def events(root: files.Root) -> list[dict[str, Any]]:
+def events(root: Where) -> list[dict[str, Any]]:
     """Everything that drivers of this folder have noted, oldest first; a line cut off by a crash is left out."""
-    found = []
-    for path in _event_files(place(root)):
-        for line in path.read_text(encoding="utf-8").splitlines():
+    store, found = open_store(root), []
+    for name in event_files(store):
+        for line in store.read(name).decode(errors="replace").splitlines():
             with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
+                if isinstance(event := files.parsed(line), dict) and isinstance(event.get("event"), str):
+                    found.append(event)
     return found
 
 
-def status(root: files.Root) -> list[str]:
+def status(root: Where) -> list[str]:
     """Where a run stands, from its folder alone, in a few lines. FileNotFoundError where there is no run."""
-    root = place(root)
-    if not (root / "run.json").exists() and not (root / "plan").is_dir():
+    root = open_store(root)
+    if not root.exists(names.RUN) and not root.has_folder(names.PLAN):
         raise FileNotFoundError(f"no run in {root}: it has neither run.json nor plan/; give a run folder")
     planned, held, failed, units = _planned(root), 0, 0, 0
     failed_by: dict[str, int] = {}
@@ -55,33 +53,33 @@ def status(root: files.Root) -> list[str]:
         )
         lines.append(f"last driver: {who}; {ended}")
     try:
-        last = files.read_json(root, "progress.json")
+        last = files.read_json(root, names.PROGRESS)
         lines.append(
             f"last progress, {last['time']}: {last['state']}{': ' + last['reason'] if last['reason'] else ''}, "
             f"{last['tokens']} tokens generated, {last['bytes'] / 1e6:.1f} MB committed, "
             f"{last['replica_deaths']} replicas lost"
         )
-    except (FileNotFoundError, ValueError, KeyError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         pass
     return [*lines, *_recent_failures(root)]
 
 
-def _recent_failures(root: Path | Remote, count: int = 3) -> list[str]:
+def _recent_failures(root: Store, count: int = 3) -> list[str]:
     found = []
     for event in reversed(events(root)):
         if event["event"] in ("failed", "lost", "stopped"):
             what = event.get("error") or event.get("reason") or ""
             found.append(
-                f"  {event['time']} {event['event']} {event.get('unit') or event.get('replica') or ''}: {what[:200]}"
+                f"  {event.get('time')} {event['event']} {event.get('unit') or event.get('replica') or ''}: "
+                f"{str(what)[:200]}"
             )
         if len(found) == count:
             break
     return ["latest events:", *reversed(found)] if found else []
 
 
-def _planned(root: Path | Remote) -> int:
-
+def _planned(root: Store) -> int:
     plan = PlanFile(root)
-    if not plan.parts and (root / "run.json").exists():
+    if not plan.parts and root.exists(names.RUN):
         raise errors.Damaged(f"{str(root)!r} has lost its plan/; restore it from a copy of the run")
     return plan.num_cells if plan.parts else 0

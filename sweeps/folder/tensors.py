@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from mmap import mmap
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import Damaged
-from .place import Remote
+from . import files
+from .store import Store
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 _BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
 
 ALIGN = 64
+
+MOST_HEADER = 1 << 28
+"""Bytes of a header: no real one comes near."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,20 +68,30 @@ def read_header(head: bytes) -> dict[str, Entry]:
     length = int.from_bytes(head[:8], "little")
     if len(head) < 8 + length:
         raise ValueError("the file ends within its header; it is truncated")
-    parsed = json.loads(head[8 : 8 + length])
-    return {
-        key: Entry(dtype=_BY_CODE[e["dtype"]], shape=tuple(e["shape"]), offset=8 + length + e["data_offsets"][0])
-        for key, e in parsed.items()
-        if key != "__metadata__"
-    }
+    found = files.parsed(head[8 : 8 + length])
+    return {key: _entry(e, 8 + length) for key, e in found.items() if key != "__metadata__"}
 
 
-def open_file(path: Path | Remote) -> TensorFile:
+def _entry(given: Any, start: int) -> Entry:
+    """An entry of a header. ValueError, TypeError, KeyError: it is made otherwise than safetensors are."""
+    dtype, shape = _BY_CODE[given["dtype"]], tuple(given["shape"])
+    first, last = given["data_offsets"]
+    if not shape or not all(isinstance(n, int) and 0 <= n < 1 << 48 for n in (*shape, first, last)):
+        raise ValueError("its header has sizes that no tensor has")
+    if math.prod(shape) * dtype.itemsize != last - first:
+        raise ValueError("its header has a tensor of another size than its values")
+    return Entry(dtype=dtype, shape=shape, offset=start + first)
+
+
+def open_file(store: Store, name: str) -> TensorFile:
     """A safetensors file: memory-mapped, or read by ranges where it lies on an object store. Damaged: it is none."""
     try:
-        return RemoteFile(path) if isinstance(path, Remote) else MappedFile(path)
+        mapped = store.mapped(name)
+        return RangedFile(store, name) if mapped is None else MappedFile(mapped, f"{store}/{name}")
+    except Damaged:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{str(path)!r} cannot be read ({error}); restore it from a copy of the run") from None
+        raise Damaged(f"'{store}/{name}' cannot be read ({error}); restore it from a copy of the run") from None
 
 
 class TensorFile(Protocol):
@@ -100,13 +113,15 @@ def _span(entry: Entry, key: str, start: int, stop: int) -> tuple[int, int, tupl
     return at, (stop - start) * width, (stop - start, *entry.shape[1:])
 
 
-class RemoteFile:
+class RangedFile:
     """A safetensors file on an object store; a slice is one request."""
 
-    def __init__(self, path: Remote):
-        self._path = path
-        length = int.from_bytes(path.read_range(0, 8), "little")
-        self.entries = read_header(path.read_range(0, 8 + length))
+    def __init__(self, store: Store, name: str):
+        self._store, self._name = store, name
+        length = int.from_bytes(store.read_range(name, 0, 8), "little")
+        if length > MOST_HEADER:
+            raise ValueError("its header is larger than any")
+        self.entries = read_header(store.read_range(name, 0, 8 + length))
 
     def rows(self, key: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a tensor."""
@@ -114,17 +129,15 @@ class RemoteFile:
         at, count, shape = _span(entry, key, start, stop)
         if not count:
             return torch.empty(shape, dtype=entry.dtype)
-        data = bytearray(self._path.read_range(at, at + count * entry.dtype.itemsize))
+        data = bytearray(self._store.read_range(self._name, at, at + count * entry.dtype.itemsize))
         return torch.frombuffer(data, dtype=entry.dtype).reshape(shape)
 
 
 class MappedFile:
     """A safetensors file, memory-mapped: nothing is read before it is used, and tensors may be written to privately."""
 
-    def __init__(self, path: str | Path):
-        self._path = str(path)
-        with open(path, "rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    def __init__(self, mapped: mmap, path: str):
+        self._path, self._map = path, mapped
         self.entries = read_header(self._map[: 8 + int.from_bytes(self._map[:8], "little")])
 
     def rows(self, key: str, start: int, stop: int) -> Tensor:

@@ -8,21 +8,19 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
 from .. import errors
+from . import names, schemas, tensors
 from . import rows as rows_module
-from . import schemas, tensors
 from .commits import Commit, committed_units, read_commit
 from .copies import copied_direction
-from .files import delete
 from .garbage import TABLES, foreign, uncommitted
 from .lease import exclusively
-from .place import Remote, arrow
 from .reader import RunFolder
+from .store import Store, Where
 
 
 @dataclass(kw_only=True)
@@ -50,7 +48,7 @@ class Verdict:
         return [*self.problems, *self.notes, end]
 
 
-def verify(root: str | Path | Remote, *, deep: bool = False) -> Verdict:
+def verify(root: Where, *, deep: bool = False) -> Verdict:
     """Check that every planned cell is in exactly one state and every committed file is there with its size and rows.
 
     `deep` also rehashes every file and what cells are made from (settings, items, directions), and reads every row:
@@ -59,9 +57,9 @@ def verify(root: str | Path | Remote, *, deep: bool = False) -> Verdict:
     """
     run = RunFolder(root)
     found = Verdict()
-    for unit in committed_units(root):
+    for unit in committed_units(run.store):
         try:
-            read_commit(root, unit)
+            read_commit(run.store, unit)
         except errors.Damaged as error:
             found.problems.append(str(error))
             found.damaged.append(unit)
@@ -72,10 +70,9 @@ def verify(root: str | Path | Remote, *, deep: bool = False) -> Verdict:
     found.problems += _input_problems(run, deep)
     for commit in commits:
         before = len(found.problems)
-        for file in commit.files:
-            _check_file(run, file, deep, found)
+        broken = {file["path"] for file in commit.files if not _check_file(run, file, deep, found)}
         if deep:
-            _check_rows(run, commit, found)
+            _check_rows(run, commit, broken, found)
         if len(found.problems) > before:
             found.damaged.append(commit.unit)
     garbage = list(uncommitted(run, commits))
@@ -85,8 +82,8 @@ def verify(root: str | Path | Remote, *, deep: bool = False) -> Verdict:
     if strange:
         found.notes.append(f"{len(strange)} files that no run writes, such as {strange[0]} (left alone)")
     for added in run.captures:
-        inside = found.captures[str(added.root)] = verify(added.root, deep=deep)
-        where = f"captures/{added.root.name}"
+        inside = found.captures[str(added.store)] = verify(added.store, deep=deep)
+        where = names.capture(added.store.name)
         found.problems += [f"{where}: {problem}" for problem in inside.problems]
         found.notes += [f"{where}: {note}" for note in inside.notes]
     found.counts = {
@@ -96,7 +93,7 @@ def verify(root: str | Path | Remote, *, deep: bool = False) -> Verdict:
     return found
 
 
-def reopen(root: str | Path | Remote, found: Verdict) -> list[str]:
+def reopen(root: Where, found: Verdict) -> list[str]:
     """Delete the commits of damaged units, so that the command that started the run runs them again.
 
     With a unit go its children and retries, and the units whose cells continue its trunks or are patched from its
@@ -105,9 +102,10 @@ def reopen(root: str | Path | Remote, found: Verdict) -> list[str]:
     there. Takes the folder's lease; RunRefused where a driver holds it.
     """
     run, damaged = RunFolder(root), [*dict.fromkeys(found.damaged)]
-    with exclusively(root):
-        commits: dict[str, Commit | None] = dict.fromkeys(committed_units(root))
-        commits |= {unit: read_commit(root, unit) for unit in commits if unit not in damaged}
+    store = run.store
+    with exclusively(store):
+        commits: dict[str, Commit | None] = dict.fromkeys(committed_units(store))
+        commits |= {unit: read_commit(store, unit) for unit in commits if unit not in damaged}
         table = run.plan.table()
         plan = table.select([n for n in ("unit", "cell", "trunk", "donors") if n in table.column_names]).to_pylist()
         unit_of = {cell: c.unit for c in commits.values() if c for cell in (*c.failed, *c.cells)}
@@ -118,7 +116,7 @@ def reopen(root: str | Path | Remote, found: Verdict) -> list[str]:
                     standing_on.setdefault(ground, {})[unit_of[row["cell"]]] = None
         order = [unit for unit in damaged if unit in commits]
         for unit in order:  # grows
-            commit = _read_if_sound(root, unit)
+            commit = _read_if_sound(store, unit)
             grounds = (*commit.trunks, *commit.cells) if commit else (  # unknown: what its root may have held
                 ground for row in plan if row["unit"] == unit.split(".")[0] for ground in (row["trunk"], row["cell"])
             )  # fmt: skip
@@ -127,18 +125,18 @@ def reopen(root: str | Path | Remote, found: Verdict) -> list[str]:
                 above += standing_on.get(ground, ())
             order += [other for other in dict.fromkeys(above) if other not in order]
         for added in run.captures:
-            inside = found.captures.get(str(added.root), Verdict())
+            inside = found.captures.get(str(added.store), Verdict())
             roots = {unit.split(".")[0] for unit in order}
-            again = [u for u in committed_units(added.root) if u.split(".")[0] in roots]
-            reopen(added.root, Verdict(damaged=[*again, *inside.damaged]))
+            again = [u for u in committed_units(added.store) if u.split(".")[0] in roots]
+            reopen(added.store, Verdict(damaged=[*again, *inside.damaged]))
         for unit in reversed(order):
-            delete(run.root, f"_commits/{unit}.json")
+            store.delete(names.commit(unit))
     return order
 
 
-def _read_if_sound(root: Any, unit: str) -> Commit | None:
+def _read_if_sound(store: Store, unit: str) -> Commit | None:
     try:
-        return read_commit(root, unit)
+        return read_commit(store, unit)
     except errors.Damaged:
         return None
 
@@ -221,72 +219,71 @@ def _input_problems(run: RunFolder, deep: bool) -> Iterator[str]:
         checks.append(functools.partial(run.plan.config, part))
         if deep:
             checks.append(functools.partial(run.plan.check_items, part))
-        elif not (run.root / f"inputs/items-{part}.jsonl").is_file():
-            yield f"inputs/items-{part}.jsonl is missing"
+        elif not run.store.exists(names.items(part)):
+            yield f"{names.items(part)} is missing"
     if deep:
-        copies = (run.root / "inputs").glob("*.safetensors")
-        checks += [functools.partial(copied_direction, run.root, path.name.split(".")[0]) for path in copies]
+        copies = [name for name in run.store.entries(names.INPUTS) if name.endswith(".safetensors")]
+        checks += [functools.partial(copied_direction, run.store, name.split(".")[0]) for name in copies]
     for check in checks:
         try:
             check()
         except (OSError, ValueError) as error:
             yield str(error)
-    for inner in (run.root / "inputs").glob("*/run.json"):
-        donor = Verdict()
-        for commit in RunFolder(inner.parent).commits():
-            for file in commit.files:
+    for folder in map(names.other_run, run.store.entries(names.INPUTS)):
+        if run.store.exists(f"{folder}/{names.RUN}"):
+            donor, inner = Verdict(), RunFolder(run.store.sub(folder))
+            for file in (file for commit in inner.commits() for file in commit.files):
                 if file["table"] == "messages":
-                    _check_file(RunFolder(inner.parent), file, deep, donor)
-        yield from (f"inputs/{inner.parent.name}: {problem}" for problem in donor.problems)
+                    _check_file(inner, file, deep, donor)
+            yield from (f"{folder}: {problem}" for problem in donor.problems)
 
 
-def _check_file(run: RunFolder, file: Mapping[str, Any], deep: bool, found: Verdict) -> None:
-    path = run.root / file["path"]
-    if not _inside(run.root, path):
-        found.problems.append(f"{file['path']} lies outside the run folder")
+def _check_file(run: RunFolder, file: Mapping[str, Any], deep: bool, found: Verdict) -> bool:
+    """True if a committed file is what its commit says; else the problem is noted."""
+    before = len(found.problems)
+    found.problems += _file_problems(run, file, deep)
+    return len(found.problems) == before
+
+
+def _file_problems(run: RunFolder, file: Mapping[str, Any], deep: bool) -> Iterator[str]:
+    path, store = file["path"], run.store
+    try:
+        if not store.exists(path):
+            yield f"{path} is missing"
+            return
+    except errors.Damaged as error:
+        yield str(error)
         return
-    if not path.is_file():
-        found.problems.append(f"{file['path']} is missing")
+    if (size := store.size(path)) != file["bytes"]:
+        yield f"{path} has {size} bytes, its commit says {file['bytes']}"
         return
-    if path.stat().st_size != file["bytes"]:
-        found.problems.append(f"{file['path']} has {path.stat().st_size} bytes, its commit says {file['bytes']}")
+    if deep and _sha256(store, path) != file["sha256"]:
+        yield f"{path} has another sha256 than its commit says: its content was changed"
         return
-    if deep and _sha256(path) != file["sha256"]:
-        found.problems.append(f"{file['path']} has another sha256 than its commit says: its content was changed")
-        return
-    if path.suffix == ".parquet":
-        where, fs = arrow(path)
+    if path.endswith(".parquet"):
         try:
-            count, version = (
-                pq.read_metadata(where, filesystem=fs).num_rows,
-                (pq.read_schema(where, filesystem=fs).metadata or {}).get(b"schema_version"),
-            )
+            with pq.ParquetFile(store.arrow(path), filesystem=store.arrow_fs) as opened:
+                count = opened.metadata.num_rows
+                version = (opened.schema_arrow.metadata or {}).get(b"schema_version")
         except (OSError, ValueError) as error:
-            found.problems.append(f"{file['path']} cannot be read: {error}")
+            yield f"{path} cannot be read: {error}"
             return
         if count != file["rows"]:
-            found.problems.append(f"{file['path']} has {count} rows, its commit says {file['rows']}")
+            yield f"{file['path']} has {count} rows, its commit says {file['rows']}"
         if version is None or int(version) not in schemas.READABLE:
-            found.problems.append(f"{file['path']} has schema version {version!r}")
+            yield f"{file['path']} has schema version {version!r}"
 
 
-def _inside(root: Any, path: Any) -> bool:
-    if isinstance(root, Remote):
-        return ".." not in str(path).split("/")
-    return root.resolve() in path.resolve().parents
-
-
-def _sha256(path: Path | Remote) -> str:
+def _sha256(store: Store, name: str) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with store.open(name) as file:
         while piece := file.read(1 << 24):
             digest.update(piece)
     return digest.hexdigest()
 
 
-def _check_rows(run: RunFolder, commit: Commit, found: Verdict) -> None:
+def _check_rows(run: RunFolder, commit: Commit, broken: set[str], found: Verdict) -> None:
     """Every row of one unit: addressed rightly, and consistent with what was said."""
-    broken = {problem.split(" ", 1)[0] for problem in found.problems}
     files = {t: [f["path"] for f in commit.files if f["table"] == t and f["path"] not in broken] for t in TABLES}
     said: dict[tuple[Any, ...], dict[str, Any]] = {}
     ids = {*commit.cells, *commit.failed}
@@ -324,7 +321,7 @@ def _check_rows(run: RunFolder, commit: Commit, found: Verdict) -> None:
 
 def _rows(run: RunFolder, table: str, files: Mapping[str, list[str]]) -> Iterator[dict[str, Any]]:
     if files[table]:
-        dataset = run.dataset(table, [str(run.root / path) for path in files[table]])
+        dataset = run.dataset(table, files[table])
         for batch in dataset.to_batches():
             yield from batch.to_pylist()
 
@@ -385,7 +382,7 @@ def _address_problems(run: RunFolder, row: Mapping[str, Any], files: list[str],
         return
     try:
         if row["file"] not in mapped:
-            mapped[row["file"]] = tensors.open_file(run.root / row["file"])
+            mapped[row["file"]] = tensors.open_file(run.store, row["file"])
         tensor = mapped[row["file"]].rows(row["key"], row["row_start"], row["row_end"])
     except (KeyError, ValueError, OSError) as error:
         yield f"its tensor cannot be read: {error}"

@@ -19,8 +19,9 @@ import torch
 
 from ..failpoints import reach
 from ..redact import redact
-from . import commits, files, rows, schemas, tensors
+from . import commits, names, rows, schemas, tensors
 from .cells import Cell, Unit
+from .store import Where, open_store
 
 if TYPE_CHECKING:
     from interlens.interp.activation_cache import ActivationRecord
@@ -36,10 +37,10 @@ FILE_BYTES = 512_000_000
 class UnitWriter:
     """Streams a unit's trunks and cells to files; `commit` closes the unit."""
 
-    def __init__(self, root: files.Root, unit: Unit, models: Mapping[str, str], attempt: str | None = None):
+    def __init__(self, root: Where, unit: Unit, models: Mapping[str, str], attempt: str | None = None):
         """`models`: participant -> model name, the partition of its records; set `models` anew for a cell whose condition
         deals the same models to others. `attempt`: 8 hex digits, None: random."""
-        self.root, self.unit, self.models = root, unit, dict(models)
+        self.store, self.unit, self.models = open_store(root), unit, dict(models)
         self.attempt = attempt or secrets.token_hex(4)
         self._rows: dict[str, list[dict[str, Any]]] = {name: [] for name in _TABLES}
         self._records: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -107,15 +108,15 @@ class UnitWriter:
         for name in _TABLES:
             if self._rows[name]:
                 schema = getattr(schemas, name.upper())
-                self._write_table(name, f"{name}/{self._name}.parquet", self._rows[name], schema)
+                self._write_table(name, names.table(name, self._name), self._rows[name], schema)
         for (model, site), found in self._records.items():
-            path = f"records/model={partition(model)}/site={partition(site)}/{self._name}.parquet"
+            path = names.records(partition(model), partition(site), self._name)
             self._write_table("records", path, found, schemas.RECORDS)
         if self._sums:
             sums = {key: [torch.from_numpy(value)] for key, value in self._sums.items()}
-            self._write_bytes("stats", f"stats/{self._name}.safetensors", tensors.encode(sums), len(sums))
+            self._write_bytes("stats", names.sums(self._name), tensors.encode(sums), len(sums))
         reach("writer.before_commit")
-        won = commits.write_commit(self.root, commits.Commit(
+        won = commits.write_commit(self.store, commits.Commit(
             unit=self.unit.id, attempt=self.attempt, cells=self._ids(self._state, "held"),
             failed=self._ids(self._state, "failed"), trunks=self._ids(self._trunks, "held"),
             failed_trunks=self._ids(self._trunks, "failed"), files=tuple(self._files),
@@ -127,7 +128,7 @@ class UnitWriter:
     def abandon(self) -> None:
         """Give up: delete what this attempt has written (it was never committed)."""
         for file in self._files:
-            files.delete(self.root, file["path"])
+            self.store.delete(file["path"])
         self._files = []
 
     @property
@@ -193,7 +194,7 @@ class UnitWriter:
 
     def _write_bytes(self, table: str, path: str, pieces: Iterable[Any], num_rows: int) -> None:
         digest, size = hashlib.sha256(), 0
-        with files.create(self.root, path) as out:
+        with self.store.create(path) as out:
             for piece in pieces:
                 out.write(piece)
                 digest.update(piece)
@@ -219,7 +220,7 @@ class _Shard:
         self.bytes = 0
 
     def path(self, name: str) -> str:
-        return f"activations/model={partition(self.model)}/{name}.safetensors"
+        return names.activations(partition(self.model), name)
 
     def add(self, record: ActivationRecord, name: str) -> dict[str, Any]:
         """Keep a record's tensor; its address: file, key, rows."""

@@ -13,8 +13,9 @@ from safetensors.torch import load
 
 from ..config.schema import SweepConfig
 from ..errors import ConfigError
+from ..folder import names
 from ..folder.copies import copied_direction
-from ..folder.place import Remote, place
+from ..folder.store import Store, Where, open_store
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,10 +42,28 @@ class Direction:
     instead: str = ""
 
     @property
-    def file(self) -> Path | Remote:
+    def file(self) -> str:
         """The file that holds it: of a run, what its aggregate wrote."""
-        path = _place(self.path)
-        return path / "aggregates" / "directions.safetensors" if self.kind == "run" else path
+        return f"{self.path}/{names.directions()}" if self.kind == "run" else self.path
+
+    def is_there(self) -> bool:
+        """True if that file is there."""
+        store, name = self._place()
+        return store.exists(name)
+
+    def read(self) -> bytes:
+        """That file's content."""
+        store, name = self._place()
+        return store.read(name)
+
+    def _place(self) -> tuple[Store, str]:
+        if self.kind == "run":
+            return open_store(self.path), names.directions()
+        folder, _, name = self.path.rpartition("/")
+        if "://" in self.path:
+            return open_store(folder), name
+        path = Path(self.path).expanduser().resolve()  # named by the user, who may name a link
+        return open_store(path.parent), path.name
 
 
 def parse_direction(text: str, where: str = "direction") -> Direction:
@@ -60,7 +79,7 @@ def parse_direction(text: str, where: str = "direction") -> Direction:
     raise ConfigError(f"{where}: cannot read {text!r}; {DIRECTIONS}")
 
 
-def load_direction(config: SweepConfig, text: str, width: int, root: Any) -> Tensor:
+def load_direction(config: SweepConfig, text: str, width: int, root: Where) -> Tensor:
     """The direction [width] float32 that `text` names, from the run folder's copy.
 
     ValueError for another width; Damaged where the copy is not what was copied.
@@ -81,29 +100,22 @@ def read_direction(text: str) -> Tensor:
     return _read(parse_direction(text), text)
 
 
-def _place(path: str) -> Path | Remote:
-    found = place(path)
-    return found.expanduser() if isinstance(found, Path) else found
-
-
 def _read(source: Direction, text: str) -> Any:
 
-    if source.kind == "run" and not _place(source.path).is_dir():
+    if source.kind == "run" and not open_store(source.path).has_folder():
         raise ConfigError(f"direction {text!r}: no run folder {source.path!r}; run that sweep first, or name another")
-    if not source.file.is_file():
+    if not source.is_there():
         todo = "does that run have a directions aggregate?" if source.kind == "run" else "give the path of a file"
-        raise ConfigError(f"direction {text!r}: there is no {str(source.file)!r}; {todo}")
+        raise ConfigError(f"direction {text!r}: there is no {source.file!r}; {todo}")
     wanted = [f"{source.site}.{source.layer}", str(source.layer), "direction"]
     try:
-        known = load(source.file.read_bytes())
+        known = load(source.read())
         for name in wanted if source.kind == "file" else wanted[:1]:
             if name in known:
                 return _instead(_usable(known[name].reshape(-1), text), source)
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"direction {text!r}: cannot read {str(source.file)!r}: {error}") from None
-    raise ConfigError(
-        f"direction {text!r}: no {wanted[0]!r} in {str(source.file)!r}; it has: {', '.join(sorted(known))}"
-    )
+        raise ConfigError(f"direction {text!r}: cannot read {source.file!r}: {error}") from None
+    raise ConfigError(f"direction {text!r}: no {wanted[0]!r} in {source.file!r}; it has: {', '.join(sorted(known))}")
 
 
 def _instead(tensor: Tensor, source: Direction) -> Tensor:

@@ -13,12 +13,12 @@ from ..config.digest import digest
 from ..config.grid import applied, full_path
 from ..config.schema import ParticipantConfig, SweepConfig
 from ..errors import ConfigError
-from ..folder import files
+from ..folder import files, names
 from ..folder.commits import list_commits
 from ..folder.copies import content_hash
-from ..folder.place import Remote, place
+from ..folder.store import Store, open_store, within
 from . import model_sites, patches
-from .directions import _place, _read, parse_direction
+from .directions import _read, parse_direction
 
 
 def points(
@@ -95,7 +95,7 @@ def check_widths(configs: Iterable[SweepConfig]) -> None:
             if source.kind == "random" or not widths or (edit.direction, *widths) in checked:
                 continue
             checked.add((edit.direction, *widths))
-            if not source.file.is_file():
+            if not source.is_there():
                 continue
             found = _read(source, edit.direction or "").numel()
             if widths != {found}:
@@ -105,10 +105,16 @@ def check_widths(configs: Iterable[SweepConfig]) -> None:
 
 def _kept(config: SweepConfig, text: str) -> str:
     """The hash under which the run folder has its own copy of a source, or nothing."""
-    root = place(config.run.dir)
-    known = [files.read_yaml(root, path.name).get("inputs", {}) for path in sorted(root.glob("config-*.yaml"))]
-    digest = next((inputs[text] for inputs in reversed(known) if text in inputs), "")
-    return digest if digest and (root / f"inputs/{digest}.safetensors").exists() else ""
+    store = open_store(config.run.dir)
+    digest = _known(store, text)
+    return digest if digest and store.exists(names.direction(digest)) else ""
+
+
+def _known(store: Store, text: str) -> str:
+    """The hash of a source in the folder's latest settings that name it, or nothing."""
+    parts = within(store.entries(), "config-", ".yaml")
+    known = [files.read_yaml(store, names.config(part)).get("inputs", {}) for part in parts]
+    return next((inputs[text] for inputs in reversed(known) if text in inputs), "")
 
 
 def _folder_hash(folder: Path) -> str:
@@ -125,42 +131,39 @@ def _digest(value: Any) -> str:
 
 def _run_hash(config: SweepConfig, path: str) -> str:
     """Of what patches read of another run: its conversations. Where that run is gone, of the run folder's copy."""
-    source = _place(path)
-    if (source / "run.json").is_file():
+    source = open_store(path)
+    if source.exists(names.RUN):
         commits = [(c.unit, f["path"], f["sha256"]) for c in list_commits(source) for f in c.files]
         return _digest(["run", *(list(c) for c in commits if c[1].startswith("messages/"))])
-    root = place(config.run.dir)
-    known = [files.read_yaml(root, p.name).get("inputs", {}) for p in sorted(root.glob("config-*.yaml"))]
-    digest = next((inputs[f"run:{path}"] for inputs in reversed(known) if f"run:{path}" in inputs), "")
-    if not digest or not (root / f"inputs/{digest}/run.json").exists():
+    store = open_store(config.run.dir)
+    digest = _known(store, f"run:{path}")
+    if not digest or not store.exists(f"{names.other_run(digest)}/{names.RUN}"):
         raise ConfigError(f"intervention.from: no run folder {path!r}; run that sweep first, or name another")
     return digest
 
 
-def _copy_run(source: Path | Remote, root: Any, name: str) -> None:
+def _copy_run(source: Store, target: Store) -> None:
     """What patches need of another run: plan, configurations, inputs, commits and messages, `run.json` last."""
-    wanted = [*source.glob("config-*.yaml"), *(source / "plan").glob("*"), *(source / "_commits").glob("*.json")]
-    wanted += [path for path in (source / "inputs").rglob("*") if path.is_file()]
-    wanted += list((source / "messages").glob("*.parquet")) + list((source / "failures").glob("*.parquet"))
-    for path in (*wanted, source / "run.json"):
-        target = f"{name}/{str(path)[len(str(source)) + 1 :]}"
-        if not (place(root) / target).exists():
-            files.write_new(root, target, path.read_bytes())
+    wanted = [names.config(part) for part in within(source.entries(), "config-", ".yaml")]
+    for folder in (names.PLAN, names.COMMITS, names.INPUTS, "messages", "failures"):
+        wanted += source.walk(folder)
+    for name in (*wanted, names.RUN):
+        if not target.exists(name):
+            target.write_new(name, source.read(name))
 
 
-def copy_into(config: SweepConfig, root: Any) -> None:
+def copy_into(config: SweepConfig, store: Store) -> None:
     """Copy every direction to `inputs/<hash>.safetensors` of the run folder, unless it is there; so other runs that
     patches read from, to `inputs/<hash>/`."""
 
     for path in patches.runs(config):
-        name = f"inputs/{config.inputs[f'run:{path}']}"
-        if not (place(root) / name / "run.json").exists():
-            _copy_run(_place(path), root, name)
+        target = store.sub(names.other_run(config.inputs[f"run:{path}"]))
+        if not target.exists(names.RUN):
+            _copy_run(open_store(path), target)
     for text in directions(config):
         if text not in config.inputs:
             continue
-        digest = config.inputs[text]
-        name = f"inputs/{digest}.safetensors"
-        if not (place(root) / name).exists():
+        name = names.direction(config.inputs[text])
+        if not store.exists(name):
             tensor = _read(parse_direction(text), text).float().contiguous()
-            files.write_new(root, name, save({"direction": tensor}, metadata={"source": text}))
+            store.write_new(name, save({"direction": tensor}, metadata={"source": text}))

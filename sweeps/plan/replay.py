@@ -21,6 +21,7 @@ from interlens.message import Fed, Message
 from ..config.schema import ScenarioConfig
 from ..errors import ConfigError, did_you_mean
 from ..folder.reader import RunFolder
+from ..folder.store import Where
 
 if TYPE_CHECKING:
     from ..folder.cells import Unit
@@ -100,8 +101,7 @@ def _open(path: str) -> RunFolder:
 class Recorded:
     """What a run has committed, for the folder inside it that captures it again."""
 
-    def __init__(self, root: Any):
-
+    def __init__(self, root: Where):
         self._run = RunFolder(root)
         self._messages: dict[str, list[Message]] = {}
         self._outcomes: dict[str, dict[str, Any]] = {}

@@ -24,9 +24,10 @@ from interlens.work import Generate
 from ..config.schema import InterventionConfig, SweepConfig
 from ..config.tokens import parse_tokens
 from ..config.turns import acts
+from ..folder import names
 from ..folder.cells import Cell
-from ..folder.place import place
 from ..folder.reader import RunFolder
+from ..folder.store import Where
 from ..plan.normal import resolved
 from ..plan.patches import From, parse_from
 from .setting import Setting
@@ -79,8 +80,7 @@ class Source:
 class Archive:
     """Finished cells of one run folder as donors. `models`: those of the replica, which must be the folder's own."""
 
-    def __init__(self, root: Any, models: Models):
-
+    def __init__(self, root: Where, models: Models):
         self.run = RunFolder(root)
         self.models = models
         self._settings: dict[tuple, Setting] = {}
@@ -98,7 +98,7 @@ class Archive:
         key = (unit.part, *sorted(found.condition.items()))
         if key not in self._settings:
             config = resolved(self.run.config_of(unit.part), found.condition)
-            self._settings[key] = Setting(config, self.models, self.run.root)
+            self._settings[key] = Setting(config, self.models, self.run.store)
         return Source(self, found, self._settings[key], unit.items[found.item])
 
     def _why(self, cell: str) -> str:
@@ -110,7 +110,7 @@ class Archive:
         """The copy of another run that a patch of this one reads from."""
         digest = config.inputs[f"run:{path}"]
         if digest not in self._others:
-            self._others[digest] = Archive(place(self.run.root) / f"inputs/{digest}", self.models)
+            self._others[digest] = Archive(self.run.store.sub(names.other_run(digest)), self.models)
         return self._others[digest]
 
     def same(self, cell: Cell, given: From) -> str:

@@ -21,7 +21,7 @@ from ..config.grid import conditions
 from ..config.schema import SweepConfig
 from ..failpoints import reach
 from ..folder.cells import unpack
-from ..folder.place import place
+from ..folder.store import open_store
 from ..plan.casts import cast_of
 from ..plan.normal import resolved
 from ..redact import redact
@@ -34,7 +34,7 @@ class Replica(Shared):
     """Runs units. Several threads may run units at once: they share models and engines."""
 
     def __init__(self, config: dict[str, Any], run_dir: str, cast: str, threads: int = 1):
-        super().__init__(SweepConfig.from_dict(config), place(run_dir))
+        super().__init__(SweepConfig.from_dict(config), open_store(run_dir))
         self._cast, self._threads = cast, threads
         self._busy = _Busy()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlens import participants
@@ -17,7 +16,7 @@ from interlens.interp.steering import SteeringSpec
 from ..config.schema import CaptureConfig, InterventionConfig, SweepConfig
 from ..config.tokens import parse_tokens
 from ..config.turns import Part, acts, captures_turn, speakers
-from ..folder.place import Remote
+from ..folder.store import Store
 from ..plan import directions, items, model_sizes
 from ..plan import patches as patches_module
 from .judges import make
@@ -43,7 +42,7 @@ class Setting:
 
     config: SweepConfig
     models: Models
-    root: Path | Remote
+    store: Store
     names: dict[str, str] = field(init=False)
     """Local participant -> model name, the partition of its records."""
     _edits: list[tuple[InterventionConfig, SteeringSpec]] = field(init=False)
@@ -123,7 +122,7 @@ class Setting:
 
         speaker = self.config.scenario.participants[edit.participants[0]]
         width = site_width(self.models.of(self.config, speaker).model, edit.site, edit.layers[0])
-        direction = directions.load_direction(self.config, edit.direction or "", width, self.root)
+        direction = directions.load_direction(self.config, edit.direction or "", width, self.store)
         return SteeringSpec(
             direction, layers=edit.layers, coef=edit.coef, mode=edit.mode, site=edit.site,
             tokens=parse_tokens(edit.tokens),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ..config.schema import SweepConfig
-from ..folder.place import Remote, place
+from ..folder import names
 from ..folder.plan_reader import PlanFile
+from ..folder.store import Store, open_store
 from ..plan import replay
 from ..plan.normal import resolved
 from ..redact import redact
@@ -37,8 +37,8 @@ class Turns:
 class Shared:
     """The state of one replica that its units read and count in. Several threads may run units at once."""
 
-    def __init__(self, config: SweepConfig, root: Path | Remote):
-        self.config, self.root = config, root
+    def __init__(self, config: SweepConfig, store: Store):
+        self.config, self.store = config, store
         self.stopping = threading.Event()
         self.models = Models(self.config)
         self.ticks: dict[str, int] = {}
@@ -56,9 +56,9 @@ class Shared:
         self._lock = threading.Lock()
         self._configs: dict[int, SweepConfig] = {}
 
-    def _outer(self) -> Any:
+    def _outer(self) -> Store:
         """The run in which this folder lies, as RUN/captures/<hash>."""
-        return place(str(self.root).rsplit("/captures/", 1)[0])
+        return open_store(str(self.store).rsplit(f"/{names.CAPTURES}/", 1)[0])
 
     def setting(self, part: int, condition: dict[str, Any]) -> Setting:
         """A condition resolved, once."""
@@ -66,13 +66,13 @@ class Shared:
         with self._lock:
             if key not in self._settings:
                 config = resolved(self._config(part), condition)
-                self._settings[key] = Setting(config, self.models, self.root)
+                self._settings[key] = Setting(config, self.models, self.store)
             return self._settings[key]
 
     def _config(self, part: int) -> SweepConfig:
         """The configuration with which a part of the plan entered the run; whom it calls is the user's own."""
         if part not in self._configs:
-            entered, own = PlanFile(self.root).config(part), self.config.scenario
+            entered, own = PlanFile(self.store).config(part), self.config.scenario
             scenario = replace(entered.scenario, analyzers=own.analyzers, judges=own.judges)
             self._configs[part] = replace(entered, scenario=scenario)
         return self._configs[part]

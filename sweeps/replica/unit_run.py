@@ -42,7 +42,7 @@ class UnitRun:
     def __init__(self, shared: Shared, unit: Unit, trunk_units: dict[str, str], attempts: int):
         self.shared, self.unit, self.trunk_units, self.attempts = shared, unit, trunk_units, attempts
         base = shared.setting(unit.part, dict(unit.cells[0].condition) if unit.cells else {})
-        self.writer = UnitWriter(shared.root, unit, base.names)
+        self.writer = UnitWriter(shared.store, unit, base.names)
         self.by_trunk: dict[str, list[Cell]] = defaultdict(list)
         for cell in unit.cells:
             self.by_trunk[cell.trunk].append(cell)
@@ -111,7 +111,7 @@ class UnitRun:
 
     def _read_back(self, trunk: str) -> list[Any]:
 
-        return RunFolder(self.shared.root).trunk(trunk)
+        return RunFolder(self.shared.store).trunk(trunk)
 
     # ---- cells
 
@@ -245,7 +245,7 @@ class UnitRun:
     def _archive(self) -> patching.Archive:
         """What was committed before this unit was dispatched."""
         if self._read is None:
-            self._read = patching.Archive(self.shared.root, self.shared.models)
+            self._read = patching.Archive(self.shared.store, self.shared.models)
         return self._read
 
     def _settled(self, cell: Cell) -> None:

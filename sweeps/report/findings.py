@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..aggregates.shards import ShardedRun
 from ..analyzers import UNITS
 from ..folder.results import read_results
 from .markup import interval, number
@@ -12,10 +13,10 @@ from .sections import table_title
 LINES = 10
 
 
-def sentences(run: Any) -> list[str]:
+def sentences(run: ShardedRun) -> list[str]:
     """The closing lines of a run: cells, directions with their controls, responses with paired intervals."""
     lines = [counts(run)]
-    for result in read_results(run.root).values():
+    for result in read_results(run.store).values():
         lines += said(result)
     return lines[:LINES]
 
@@ -25,7 +26,7 @@ def said(result: dict[str, Any]) -> list[str]:
     return SAID.get(result.get("kind", ""), _none)(result)
 
 
-def counts(run: Any) -> str:
+def counts(run: ShardedRun) -> str:
     """How many cells are done, failed and pending, and over how many items."""
     states = run.counts
     items = run.plan.num_items

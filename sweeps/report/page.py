@@ -8,9 +8,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ..folder import files as folder_files
-from ..folder.place import Remote, place
+from ..aggregates.shards import ShardedRun
+from ..folder import names
+from ..folder.local import whole_file
 from ..folder.results import read_results
+from ..folder.store import Remote
 from .charts import Point, Series, chart
 from .findings import same_measure, sentences, title
 from .markup import Markup, interval, join, number, table, tag, text
@@ -21,21 +23,21 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """Enforced by the browser: no script, image, font or connection, whatever a model has written."""
 
 
-def write_report(run: Any, path: str | Path | None = None) -> Path | Remote:
+def write_report(run: ShardedRun, path: str | Path | None = None) -> Path | Remote:
     """Write the page of `run` (default `RUN/report/index.html`) and return where it is. No external requests."""
     data = render(run).encode("utf-8")
     if path is None:
-        folder_files.replace(run.root, "report/index.html", data)
-        return place(run.root) / "report" / "index.html"
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_bytes(data)
+        run.store.replace(names.REPORT, data)
+        return run.root / names.REPORT
+    with whole_file(path) as out:
+        out.write(data)
     return Path(path)
 
 
-def render(run: Any) -> Markup:
+def render(run: ShardedRun) -> Markup:
     """The whole page."""
     name = run.config.experiment
-    results = read_results(run.root)
+    results = read_results(run.store)
     sections = [
         ("What the results say", tag("ul", *[tag("li", line) for line in sentences(run)])),
         *[(heading, body) for result in results.values() for heading, body in _result(result)],
@@ -67,17 +69,17 @@ def section(result: dict[str, Any]) -> Markup:
     return _document(result["name"], tag("main", *parts))
 
 
-def overview(run: Any) -> Markup:
+def overview(run: ShardedRun) -> Markup:
     """What a run is, in a few lines."""
     lines = tag("ul", *[tag("li", line) for line in sentences(run)])
     return join([tag("p", tag("b", run.config.experiment), " · ", _summary(run)), lines])
 
 
-def _summary(run: Any) -> str:
+def _summary(run: ShardedRun) -> str:
     states = Counter(run.cells.column("state").to_pylist())
     shown = ", ".join(f"{number(states[s])} {s}" for s in ("done", "failed", "pending") if states[s])
     cast = ", ".join(f"{n} ({p.model or p.kind})" for n, p in run.config.scenario.participants.items())
-    return f"{shown or 'no cells'} · {cast} · {run.root}"
+    return f"{shown or 'no cells'} · {cast} · {run.store}"
 
 
 def _result(result: dict[str, Any]) -> list[tuple[str, Markup]]:
@@ -215,7 +217,7 @@ def _change(level: dict[str, Any], x: float) -> Point | None:
     return Point(x=x, y=0.0, label=f"{number(level['level'])}: {interval(mean)}") if mean else None
 
 
-def _failures(run: Any) -> Markup | None:
+def _failures(run: ShardedRun) -> Markup | None:
     rows = run.table("failures").to_pylist()
     if not rows:
         return None
@@ -229,6 +231,6 @@ def _failures(run: Any) -> Markup | None:
     return join(parts)
 
 
-def _settings(run: Any) -> Markup:
+def _settings(run: ShardedRun) -> Markup:
     shown = json.dumps(run.config.to_dict(), indent=1, ensure_ascii=False, default=str)
     return tag("details", tag("summary", "the configuration of this run"), tag("pre", text(shown)))

@@ -7,6 +7,7 @@ from typing import Any
 
 from interlens import sources
 
+from ..aggregates.shards import ShardedRun
 from ..plan import model_sizes
 from .markup import Markup, join, number, tag
 
@@ -18,7 +19,7 @@ COLUMNS = ["tokens", "phases", "logprobs"]
 Decode = Callable[[Sequence[int]], str]
 
 
-def decoders(run: Any) -> dict[str, Decode]:
+def decoders(run: ShardedRun) -> dict[str, Decode]:
     """Participant -> how its tokens become text, of those whose tokenizer lies on this machine."""
     if not run.config.scenario.logprobs:
         return {}

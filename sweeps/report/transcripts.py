@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pyarrow.compute as pc
 
+from ..aggregates.shards import ShardedRun
 from . import surprisal
 from .markup import Markup, join, number, tag
 
 COLUMNS = ["trunk", "cell", "message_idx", "author", "content", "finish_reason"]
 
 
-def tree(run: Any, limit: int) -> Markup:
+def tree(run: ShardedRun, limit: int) -> Markup:
     """The first `limit` finished conversations in plan order, grouped by their trunks."""
     axes = [axis.path for axis in run.config.grid]
     wanted = ["cell", "item", "trunk", "trunk_seed", "branch_seed", *axes]
@@ -38,7 +38,7 @@ def tree(run: Any, limit: int) -> Markup:
     return join([note, surprisal.legend() if people.decoders else None, *parts])
 
 
-def _messages(run: Any, cells: list[dict]) -> tuple[dict[str, list[dict]], dict[str, list[dict]]]:
+def _messages(run: ShardedRun, cells: list[dict]) -> tuple[dict[str, list[dict]], dict[str, list[dict]]]:
     trunks = {cell["trunk"] for cell in cells if cell["trunk"]}
     field = pc.field("cell").isin([cell["cell"] for cell in cells])
     if trunks:
@@ -87,7 +87,7 @@ def _message(row: dict, people: _People) -> Markup:
 class _People:
     """How each speaker is shown."""
 
-    def __init__(self, run: Any):
+    def __init__(self, run: ShardedRun):
         self.decoders = surprisal.decoders(run)
         self._numbers = {name: i % 4 for i, name in enumerate(run.config.scenario.participants)}
 

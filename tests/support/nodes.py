@@ -9,8 +9,8 @@ from collections import Counter
 
 from sweeps.driver import entry
 from sweeps.folder import commits as folder_commits
-from sweeps.folder.place import place
 from sweeps.folder.plan_reader import PlanFile
+from sweeps.folder.store import open_store
 from sweeps.folder.verify import verify
 from tests.support.fakes import config
 from tests.support.small import settings
@@ -55,7 +55,7 @@ class Sweep:
 
     @property
     def events(self):
-        path = place(self.folder) / "events.jsonl"
+        path = open_store(self.folder).root / "events.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def said(self, kind):

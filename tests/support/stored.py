@@ -14,6 +14,7 @@ from sweeps.aggregates.registry import build
 from sweeps.config.schema import AxisConfig, InterventionConfig, ParticipantConfig, ScenarioConfig, SweepConfig
 from sweeps.folder.cells import Cell
 from sweeps.folder.schemas import FAILURES, MESSAGES
+from sweeps.folder.store import open_store
 
 
 def record(vector, participant="bob", layer=16, message_idx=4, pool="mean", num_pooled=5):
@@ -64,11 +65,16 @@ class StoredRun:
     interventions: tuple = ()
     root: Path = Path("/nowhere")
     states: dict = field(default_factory=dict)
+    item_rows: dict = field(default_factory=dict)
     aggregate: tuple = ()
     texts: tuple = ("I love it!",)
     failures: tuple = ()
     more_axes: tuple = ()
     captures: tuple = ()
+
+    @property
+    def store(self):
+        return open_store(self.root)
 
     @property
     def config(self):

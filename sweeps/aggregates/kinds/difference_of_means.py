@@ -18,6 +18,7 @@ from interlens.statistics import Moments
 
 from ..base import State
 from ..contrasts import ContrastFit, summary
+from ..shards import ShardedRun
 from ..sums import REMOVED, RecordSum, moments_of, places_in, rms_norm
 from ..vectors import Place, tensor_names
 
@@ -54,7 +55,7 @@ class DifferenceOfMeans(ContrastFit, RecordSum):
                 tensors[entry["tensor"]] = direction
         return {**self.described(), "directions": entries, "tensors": tensors}
 
-    def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]:
+    def fit(self, run: ShardedRun, finished: dict[str, Any] | None = None) -> dict[str, Any]:
         """Evaluate the directions of `finished` on held-out groups."""
         if finished is None:
             raise ValueError(f"{self.name}: the means come first (aggregates.finalize does both)")

@@ -21,6 +21,7 @@ from interlens.statistics import mean_interval
 
 from ..columns import axes_of, check_known, columns, evaluated, short_names
 from ..expressions import parse
+from ..shards import ShardedRun
 
 
 class OutcomeTable:
@@ -41,7 +42,7 @@ class OutcomeTable:
         if self.where is not None:
             check_known(self.where.names, config, self.where.source)
 
-    def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]:
+    def fit(self, run: ShardedRun, finished: dict[str, Any] | None = None) -> dict[str, Any]:
         """Means with intervals, per measure and value of `by` (that of most cells first), in the order of the axes."""
         axes = axes_of(run)
         if self.rows is None and not axes:
@@ -91,7 +92,7 @@ class OutcomeTable:
     def _path(axes: Sequence[str], name: str) -> str:
         return short_names(axes).get(name, name)
 
-    def _levels(self, run: Any, axes: Sequence[str], name: str | None, seen: Sequence[Any]) -> list[Any]:
+    def _levels(self, run: ShardedRun, axes: Sequence[str], name: str | None, seen: Sequence[Any]) -> list[Any]:
         """In the grid's order where it is an axis."""
         present = list(dict.fromkeys(seen))
         order = next((a.labels for a in run.config.grid if name and a.path == self._path(axes, name)), None)

@@ -27,6 +27,7 @@ from ...plan.directions import parse_direction
 from ..base import CellResult, State
 from ..columns import axes_of, evaluated, short_names
 from ..direction_files import direction_of
+from ..shards import ShardedRun
 from ..source import Source
 from ..sums import Keyed, MomentsSum, moments_of
 from ..vectors import Place, gather, places
@@ -87,7 +88,7 @@ class Outcomes(MomentsSum):
             )
         return {"kind": "outcomes", "means": rows}
 
-    def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]:
+    def fit(self, run: ShardedRun, finished: dict[str, Any] | None = None) -> dict[str, Any]:
         """Pair cells along the axis and compare every measure with the baseline level."""
         finished = finished or {"kind": "outcomes"}
         if not run.config.grid:
@@ -154,7 +155,7 @@ class Outcomes(MomentsSum):
             raise ValueError(f"no level {self.baseline!r} on this axis; it has: {', '.join(map(str, labels))}")
         return self.baseline
 
-    def _text(self, run: Any, plan: Sequence[str]) -> dict[str, dict[str, float]]:
+    def _text(self, run: ShardedRun, plan: Sequence[str]) -> dict[str, dict[str, float]]:
         """Measure -> cell -> value, of every number an analyzer gave."""
         table = run.outcomes()
         names = [name for name in table.column_names if name not in {*plan, "unit", "attempt"} and self._wanted(name)]
@@ -165,7 +166,7 @@ class Outcomes(MomentsSum):
                     values.setdefault(name, {})[cell] = float(value)
         return values
 
-    def _projections(self, run: Any) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+    def _projections(self, run: ShardedRun) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
         """Per captured place: the mean projection of each cell's vectors on the direction that was steered along."""
         steers = [i for i in run.config.intervention if i.kind == "steer" and i.direction]
         reference = self.project if isinstance(self.project, str) else steers[0].direction if steers else None

@@ -18,6 +18,7 @@ from interlens.probes import METHODS, evaluate, transfer
 
 from ..columns import check_known
 from ..contrasts import MessageFit
+from ..shards import ShardedRun
 from ..vectors import Labelled, labelled_places, leaks
 
 
@@ -45,7 +46,7 @@ class ProbeEval(MessageFit):
         if self.transfer is not None:
             check_known([self.transfer], config, f"transfer: {self.transfer}")
 
-    def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]:
+    def fit(self, run: ShardedRun, finished: dict[str, Any] | None = None) -> dict[str, Any]:
         by_site: dict[tuple, list[Labelled]] = {}
         also = () if self.transfer is None else (self.transfer,)
         for data in labelled_places(run, self.question(*also)):

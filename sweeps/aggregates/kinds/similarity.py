@@ -12,10 +12,10 @@ import numpy as np
 
 from interlens.probes import cosine_map
 
-from ...folder.place import place
-from ...folder.results import read_directions
+from ...folder.results import direction_names, read_directions
 from ...plan.directions import parse_direction
 from ..direction_files import direction_of
+from ..shards import ShardedRun
 
 
 class Similarity:
@@ -28,14 +28,14 @@ class Similarity:
         for reference in self.also:
             parse_direction(reference)
 
-    def fit(self, run: Any, finished: dict[str, Any] | None = None) -> dict[str, Any]:
+    def fit(self, run: ShardedRun, finished: dict[str, Any] | None = None) -> dict[str, Any]:
         """Cosines of all pairs of one width; beside them what random directions of that width would give."""
         found: dict[str, np.ndarray] = {}
-        for path in sorted((place(run.root) / "aggregates").glob("*.safetensors")):
-            if path.name.endswith(".arrays.safetensors") or (self.of is not None and path.stem not in self.of):
+        for aggregate in direction_names(run.store):
+            if self.of is not None and aggregate not in self.of:
                 continue
-            tensors, _ = read_directions(path)
-            found.update({f"{path.stem}: {name}": tensors[name] for name in sorted(tensors, key=_by_layer)})
+            tensors, _ = read_directions(run.store, aggregate)
+            found.update({f"{aggregate}: {name}": tensors[name] for name in sorted(tensors, key=_by_layer)})
         widths = {len(vector) for vector in found.values()}
         for reference in self.also:
             found[reference] = direction_of(run, reference, *(widths if len(widths) == 1 else [0]))

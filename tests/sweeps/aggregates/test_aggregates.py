@@ -16,6 +16,7 @@ from sweeps.aggregates.registry import SHORT_NAMES, build, kinds
 from sweeps.aggregates.results import finalize
 from sweeps.config.schema import AggregateConfig
 from sweeps.folder.results import read_directions, read_results
+from sweeps.folder.store import open_store
 from tests.support.stored import StoredRun, record, results, steer
 
 CONTRAST = "framing == 'warm' vs framing == 'cold'"
@@ -202,7 +203,7 @@ def test_finalize_writes_results_and_directions_that_a_next_run_can_name(tmp_pat
     direction = direction_of(run, f"run:{tmp_path}:residual:16", 24)
     assert np.linalg.norm(direction) == pytest.approx(1, abs=1e-6)
     assert direction @ AXES[1] > 0.8
-    _, provenance = read_directions(tmp_path / "aggregates/directions.safetensors")
+    _, provenance = read_directions(tmp_path)
     assert provenance["contrast"] == CONTRAST and provenance["directions"][0]["num_pos"] == 40
     assert finalize(run) == written
     spec = SteeringSpec.load(tmp_path / "aggregates/directions.safetensors")
@@ -213,7 +214,7 @@ def test_a_direction_that_is_not_there_is_named(tmp_path):
     run = StoredRun(RESULTS)
     with pytest.raises(ValueError, match=r"there is no .*directions\.safetensors"):
         direction_of(run, f"run:{tmp_path}:residual:16", 4)
-    save_directions(tmp_path, "aggregates/directions.safetensors", {"residual.8": np.ones(4)}, {})
+    save_directions(open_store(tmp_path), "directions", {"residual.8": np.ones(4)}, {})
     with pytest.raises(ValueError, match=r"no 'residual.16' in .*it has: residual.8"):
         direction_of(run, f"run:{tmp_path}:residual:16", 4)
     with pytest.raises(ValueError, match="site has 5"):

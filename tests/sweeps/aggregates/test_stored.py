@@ -193,7 +193,7 @@ def test_labels_join_by_cell_and_message(run, tmp_path, suffix):
 def test_probes_find_the_planted_direction_and_agree_with_each_other(run):
     results = read_results(run.root)
     for name in ("lda", "logistic"):
-        found, _ = read_directions(run.root / f"aggregates/{name}.safetensors")
+        found, _ = read_directions(run.root, name)
         assert found["residual.3"] @ AXIS > 0.8
         layer_3 = results[name]["directions"][1]
         assert layer_3["evaluation"]["auroc"]["value"] > 0.9 and layer_3["num_pos"] == 12
@@ -238,7 +238,7 @@ def test_leaks_are_warned_of(run):
 
 
 def test_the_planted_direction_is_in_the_file_and_a_next_run_can_name_it(run):
-    found, provenance = read_directions(run.root / "aggregates/directions.safetensors")
+    found, provenance = read_directions(run.root)
     assert set(found) == {"residual.1", "residual.3"} and found["residual.3"] @ AXIS > 0.9
     assert provenance["split"] == "item" and provenance["run"] == str(run.root)
     steered = talk.config(

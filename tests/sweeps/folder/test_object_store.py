@@ -9,8 +9,8 @@ import pytest
 
 from sweeps import run
 from sweeps.driver import driver, entry, progress
-from sweeps.folder import commits, files, status
-from sweeps.folder.place import Remote, place
+from sweeps.folder import commits, status
+from sweeps.folder.store import Remote, open_store
 from sweeps.folder.verify import verify
 from tests.support import apart
 from tests.support.small import contents, same, settings
@@ -104,7 +104,7 @@ def test_a_store_that_is_away_ends_the_run_in_bounded_time_and_the_same_command_
     monkeypatch.setattr(driver, "MAX_FOLDER_ERRORS", 2)
 
     def away(number, method, path, headers):
-        return "503" if method == "PUT" and path.startswith(f"/{place(url).path}/messages/") else None
+        return "503" if method == "PUT" and path.startswith(f"/{Remote(url).path}/messages/") else None
 
     with faulty.failing(away):
         assert entry.run(small(model), url) == 1
@@ -123,17 +123,17 @@ def test_a_store_that_is_away_at_the_start_is_one_line(faulty, model, url, capsy
 
 
 def test_a_long_silence_is_said(faulty, url, monkeypatch, capfd):
-    monkeypatch.setattr("sweeps.folder.place.SLOW_S", 0.1)
+    monkeypatch.setattr("sweeps.folder.objects.SLOW_S", 0.1)
     with faulty.failing(every(1, "hang", times=99)), pytest.raises(OSError, match=r"a\.json"):
-        files.write_new(url, "a.json", b"1")
+        open_store(url).write_new("a.json", b"1")
     assert f"no answer for 0 s about {url}/a.json" in capfd.readouterr().err
 
 
 def test_the_same_content_twice_is_one_success_and_other_content_is_refused(faulty, url):
-    files.write_new(url, "a.json", b"1")
-    files.write_new(url, "a.json", b"1")
+    open_store(url).write_new("a.json", b"1")
+    open_store(url).write_new("a.json", b"1")
     with pytest.raises(FileExistsError):
-        files.write_new(url, "a.json", b"2")
+        open_store(url).write_new("a.json", b"2")
 
 
 def test_events_are_put_in_parts(faulty, url, monkeypatch):

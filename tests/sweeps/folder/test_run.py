@@ -105,7 +105,7 @@ def test_show_prints_a_conversation(root):
 def test_nothing_is_read_before_it_is_used(root, monkeypatch):
     opened = []
     real = tensors.open_file
-    monkeypatch.setattr(tensors, "open_file", lambda path: opened.append(path) or real(path))
+    monkeypatch.setattr(tensors, "open_file", lambda *place: opened.append(place) or real(*place))
     run = sweeps.open(root)
     assert run.counts["done"] == 24 and run.table("records", ["layer"]).num_rows == 72
     run.messages(run.cells["cell"][0].as_py())

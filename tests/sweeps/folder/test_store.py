@@ -15,9 +15,10 @@ from sweeps.compose import from_plain
 from sweeps.driver import enter
 from sweeps.errors import ConfigError
 from sweeps.folder import commits, files, garbage
-from sweeps.folder.place import Remote, place
+from sweeps.folder.objects import ObjectStore
 from sweeps.folder.plan_reader import PlanFile
 from sweeps.folder.reader import RunFolder
+from sweeps.folder.store import Remote, open_store
 from sweeps.folder.verify import verify
 from sweeps.folder.writer import UnitWriter
 from sweeps.plan.expand import expand
@@ -39,25 +40,25 @@ def root(request, tmp_path):
 
 
 def test_a_name_is_created_once(root):
-    files.write_new(root, "a/b.json", b'{"n":1}')
+    open_store(root).write_new("a/b.json", b'{"n":1}')
     with pytest.raises(FileExistsError):
-        files.write_new(root, "a/b.json", b'{"n":2}')
+        open_store(root).write_new("a/b.json", b'{"n":2}')
     assert files.read_json(root, "a/b.json") == {"n": 1}
-    files.replace(root, "c.json", b'{"n":1}')
-    files.replace(root, "c.json", b'{"n":2}')
+    open_store(root).replace("c.json", b'{"n":1}')
+    open_store(root).replace("c.json", b'{"n":2}')
     assert files.read_json(root, "c.json") == {"n": 2}
-    files.delete(root, "c.json")
-    files.delete(root, "c.json")
+    open_store(root).delete("c.json")
+    open_store(root).delete("c.json")
     with pytest.raises(FileNotFoundError):
         files.read_json(root, "c.json")
 
 
 def test_a_write_that_breaks_leaves_no_name(root):
-    with pytest.raises(RuntimeError, match="half way"), files.create(root, "a.bin") as out:
+    with pytest.raises(RuntimeError, match="half way"), open_store(root).create("a.bin") as out:
         out.write(b"x" * 100)
         raise RuntimeError("half way")
-    assert not (place(root) / "a.bin").exists()
-    assert [p for p in place(root).rglob("*") if p.is_file()] == []
+    assert not (open_store(root).root / "a.bin").exists()
+    assert [p for p in open_store(root).root.rglob("*") if p.is_file()] == []
 
 
 def test_of_many_writers_one_wins(root):
@@ -79,23 +80,23 @@ def test_of_many_writers_one_wins(root):
 def test_a_lost_reply_is_still_a_success(s3, tmp_path, monkeypatch):
     """The put succeeds and its answer never arrives: the retry finds its own commit."""
     root = f"{s3}/{tmp_path.name}"
-    real, calls = files.write_new, []
+    real, calls = ObjectStore.write_new, []
 
     def reply_lost(*arguments):
         real(*arguments)
         calls.append(arguments)
         raise TimeoutError("no answer")
 
-    monkeypatch.setattr(commits, "write_new", reply_lost)
+    monkeypatch.setattr(ObjectStore, "write_new", reply_lost)
     assert commits.write_commit(root, commits.Commit(unit="u000000", attempt="aaaaaaaa")) == "won" and len(calls) == 1
-    monkeypatch.setattr(commits, "write_new", real)
+    monkeypatch.setattr(ObjectStore, "write_new", real)
     assert commits.write_commit(root, commits.Commit(unit="u000000", attempt="bbbbbbbb")) == "lost"
 
     def never_arrives(*arguments):
         calls.append(arguments)
         raise TimeoutError("no answer")
 
-    monkeypatch.setattr(commits, "write_new", never_arrives)
+    monkeypatch.setattr(ObjectStore, "write_new", never_arrives)
     with pytest.raises(TimeoutError):
         commits.write_commit(root, commits.Commit(unit="u000001", attempt="aaaaaaaa"))
     assert len(calls) == 4 and commits.read_commit(root, "u000001") is None
@@ -106,7 +107,7 @@ def test_commits_are_listed_in_order_and_nothing_else_is(root):
     for name in names:
         commits.write_commit(root, commits.Commit(unit=name, attempt="aaaaaaaa"))
     for foreign in (".DS_Store", "notes.json", "u1-copy.json", "u000002.json.bak"):
-        files.write_new(root, f"_commits/{foreign}", b"{")
+        open_store(root).write_new(f"_commits/{foreign}", b"{")
     assert [c.unit for c in commits.list_commits(root)] == [
         "u000002", "u000002.0", "u000002.1", "u000002.1.0", "u000002.r", "u000003", "u000010",
     ]  # fmt: skip
@@ -139,7 +140,7 @@ def test_a_whole_run_anywhere(root, tmp_path):
     assert RunFolder(root).trunk(cell.trunk)[0].content == f"t {cell.trunk}"
     found = verify(root, deep=True)
     assert found.ok and found.counts["records"] == 48
-    files.write_new(root, "messages/u000000-deadbeef.parquet", b"late")
+    open_store(root).write_new("messages/u000000-deadbeef.parquet", b"late")
     assert garbage.collect(root, leased=True) == ["messages/u000000-deadbeef.parquet"]
     assert enter.enter(config, root).state == "same"
     larger = talk.config(
@@ -152,7 +153,7 @@ def test_a_whole_run_anywhere(root, tmp_path):
 
 
 def test_file_systems_without_links_are_refused_at_the_start(tmp_path, monkeypatch):
-    def no_links(*arguments):
+    def no_links(*arguments, **options):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", no_links)
@@ -162,12 +163,12 @@ def test_file_systems_without_links_are_refused_at_the_start(tmp_path, monkeypat
 
 
 def test_remote_paths_behave_like_paths(s3):
-    base = place(f"{s3}/paths")
+    base = open_store(f"{s3}/paths").root
     assert isinstance(base, Remote) and str(base / "a/b.tar.gz") == "s3://runs/paths/a/b.tar.gz"
     found = base / "a" / "b.tar.gz"
     assert (found.name, found.stem, found.suffix, found.parent.name) == ("b.tar.gz", "b.tar", ".gz", "a")
     assert found.relative_to(base) == "a/b.tar.gz" and not found.exists() and list(base.iterdir()) == []
-    files.write_new(base, "a/b.tar.gz", b"12345")
+    open_store(base).write_new("a/b.tar.gz", b"12345")
     assert found.exists() and found.is_file() and (base / "a").is_dir() and found.stat().st_size == 5
     assert list(base.rglob("*")) == [found] and list((base / "a").glob("*.gz")) == [found]
     assert found.read_range(1, 3) == b"23"
@@ -259,7 +260,7 @@ def test_paths_in_a_commit_cannot_point_outside(tmp_path):
     enter.enter(config, config.run.dir)
     (tmp_path / "secret").write_text("s")
     entry = {"path": "../secret", "table": "messages", "rows": 0, "bytes": 1, "sha256": ""}
-    files.write_new(config.run.dir, "_commits/u000000.json",
+    open_store(config.run.dir).write_new("_commits/u000000.json",
                     json.dumps({"unit": "u000000", "attempt": "aaaaaaaa", "files": [entry]}).encode())  # fmt: skip
     assert any("outside the run folder" in problem for problem in verify(config.run.dir).problems)
     with pytest.raises(errors.Damaged, match="outside"):
@@ -283,7 +284,9 @@ def test_the_command_line_runs_on_s3(s3, tmp_path, monkeypatch, capsys):
     assert main(["run", *arguments, "scenario.seed=4"]) == 5
     assert main(["verify", url, "--deep"]) == 0 and main(["status", url]) == 0 and main(["report", url]) == 0
     assert "4 of 4 cells committed" in capsys.readouterr().out
-    assert (place(url) / "report/index.html").is_file() and (place(url) / "aggregates/outcomes.json").is_file()
+    assert (open_store(url).root / "report/index.html").is_file() and (
+        open_store(url).root / "aggregates/outcomes.json"
+    ).is_file()
     assert list(tmp_path.iterdir()) == [], "nothing here"
 
 

@@ -13,6 +13,7 @@ import sweeps
 from sweeps.driver import enter
 from sweeps.folder import commits, schemas, tensors
 from sweeps.folder.reader import RunFolder
+from sweeps.folder.store import open_store
 from sweeps.folder.writer import UnitWriter
 from sweeps.plan.expand import expand
 from tests.support import talk
@@ -187,7 +188,7 @@ def test_tensor_files_are_safetensors(tmp_path):
              "c": [torch.arange(10.0).reshape(5, 2)[::2]]}  # fmt: skip
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"".join(bytes(piece) for piece in tensors.encode(parts, {"k": "v"})))
-    mapped = tensors.MappedFile(path)
+    mapped = tensors.open_file(open_store(tmp_path), "x.safetensors")
     for key, value in load_file(path).items():
         assert torch.equal(value, torch.cat(parts[key]))
         assert torch.equal(mapped.rows(key, 0, value.shape[0]), value)

@@ -11,7 +11,7 @@ import sweeps
 from sweeps.config.digest import canonical, digest
 from sweeps.driver import enter
 from sweeps.errors import ConfigError, RunRefused
-from sweeps.folder import about, files
+from sweeps.folder import about, files, local
 from sweeps.folder.cells import Unit
 from sweeps.folder.plan_reader import PlanFile
 from sweeps.plan.expand import expand, trunks
@@ -238,14 +238,14 @@ def test_a_foreign_folder_is_refused(tmp_path):
 @pytest.mark.parametrize("killed_after", ["config-0.yaml", "inputs/items-0.jsonl", "plan/part-0.parquet"])
 def test_a_killed_start_is_started_again(tmp_path, killed_after, monkeypatch):
     config = talk.config(tmp_path)
-    real = files.fsync_folder
+    real = local.fsync_folder
 
     def die(path):
         real(path)
         if (tmp_path / "run" / killed_after).exists():
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(files, "fsync_folder", die)
+    monkeypatch.setattr(local, "fsync_folder", die)
     with pytest.raises(KeyboardInterrupt):
         enter.enter(config, config.run.dir)
     monkeypatch.undo()

@@ -1,7 +1,7 @@
-"""Where a run folder is: a local path, or any fsspec URL (`s3://bucket/runs/x`, `gs://...`, `memory://...`).
+"""A run folder on an object store: any fsspec URL (`s3://bucket/runs/x`, `gs://...`).
 
-`place` gives a `Path` or a `Remote`, which behaves like one as far as run folders need it. Object stores have no
-folders, links or fsync: a name appears with its whole content, and `create` asks the store to refuse an existing one.
+Object stores have no folders, links or fsync: a name appears with its whole content, and `create` asks the store to
+refuse an existing one. `Remote` is an address there, with the part of `Path` that readers of a run need.
 """
 
 from __future__ import annotations
@@ -10,11 +10,16 @@ import contextlib
 import errno
 import fnmatch
 import functools
+import hashlib
+import io
+import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, ParamSpec, TypeVar
+
+from .paths import parts
 
 P = ParamSpec("P")
 
@@ -22,13 +27,6 @@ T = TypeVar("T")
 
 SLOW_S = 10.0
 """After how long without an answer a store is said to be slow. Its client goes on trying for about a minute."""
-
-
-def place(root: str | Path | Remote) -> Path | Remote:
-    """`root` as something to build names under."""
-    if isinstance(root, Remote):
-        return root
-    return Remote(root) if isinstance(root, str) and "://" in root else Path(root)
 
 
 @contextlib.contextmanager
@@ -211,6 +209,182 @@ class Remote:
         return self
 
 
-def arrow(path: Path | Remote) -> tuple[str, Any]:
-    """A path as Arrow wants it, and the file system to give along (None: the local one)."""
-    return (path.path, path.fs) if isinstance(path, Remote) else (str(path), None)
+class ObjectStore:
+    """A folder of an object store."""
+
+    reply_may_be_lost = True
+
+    def __init__(self, root: Remote):
+        self.root = root
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.root)!r})"
+
+    @property
+    def name(self) -> str:
+        return self.root.name
+
+    @property
+    def address(self) -> str:
+        return str(self.root)
+
+    @property
+    def lasting(self) -> bool:
+        return not self.root.url.startswith("memory:")
+
+    @property
+    def arrow_base(self) -> str:
+        return self.root.path
+
+    @property
+    def arrow_fs(self) -> Any:
+        return self.root.fs
+
+    def sub(self, folder: str) -> ObjectStore:
+        return ObjectStore(self._at(folder))
+
+    def _at(self, name: str) -> Remote:
+        return self.root / "/".join(parts(self.root, name)) if name else self.root
+
+    # ---- writing
+
+    def write_new(self, name: str, data: bytes) -> None:
+        with self.create(name) as out:
+            out.write(data)
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[IO[bytes]]:
+        """The store itself refuses an existing name, when the upload is completed.
+
+        A refusal may hide a success: the reply to a put is lost, its client puts again, and finds the name taken by
+        itself. So an object that stands with exactly this content is this one.
+        """
+        out = _Hashed(self._at(name))
+        try:
+            yield out  # ty: ignore[invalid-yield] (it has of IO what is written to)
+        except BaseException:
+            out.discard()
+            raise
+        try:
+            out.finish()
+        except FileExistsError:
+            if not out.stands():
+                raise
+
+    def replace(self, name: str, data: bytes) -> None:
+        self._at(name).replace(data)
+
+    def append(self, name: str) -> None:
+        return None
+
+    def delete(self, name: str) -> None:
+        self._at(name).unlink(missing_ok=True)
+
+    # ---- reading
+
+    def open(self, name: str) -> IO[bytes]:
+        return self._at(name).open("rb")
+
+    def read(self, name: str) -> bytes:
+        return self._at(name).read_bytes()
+
+    def read_all(self, names: Sequence[str]) -> Sequence[bytes]:
+        paths = [self._at(name) for name in names]
+        return paths[0].read_all(paths) if paths else []
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        return self._at(name).read_range(start, stop)
+
+    def mapped(self, name: str) -> None:
+        return None
+
+    def arrow(self, name: str) -> str:
+        return self._at(name).path
+
+    def exists(self, name: str) -> bool:
+        return self._at(name).is_file()
+
+    def has_folder(self, name: str = "") -> bool:
+        return self._at(name).is_dir()
+
+    def size(self, name: str) -> int:
+        return self._at(name).stat().st_size
+
+    def entries(self, folder: str = "") -> list[str]:
+        return [entry.name for entry in self._at(folder).iterdir()]
+
+    def walk(self, folder: str = "") -> list[str]:
+        return [entry.relative_to(self.root) for entry in self._at(folder).rglob("*")]
+
+    # ---- the store
+
+    def num_bytes(self) -> int:
+        return 0
+
+    def free_bytes(self) -> None:
+        return None
+
+    def file_above(self) -> str | None:
+        return str(self) if self.root.is_file() else None
+
+    def check_writable(self) -> None:
+        """Is seen by the first put."""
+
+    def probe(self) -> None:
+        name = f"_tmp/{secrets.token_hex(16)}.probe"
+        self.write_new(name, b"first")
+        try:
+            self.write_new(name, b"second")
+        except FileExistsError:
+            if self.read(name) == b"first":
+                return
+        finally:
+            self.delete(name)
+        raise OSError(
+            errno.EOPNOTSUPP,
+            f"the store of {str(self)!r} does not refuse a name that exists (it has no conditional puts), so that a second "
+            "commit would take a first one's place",
+        )
+
+
+class _Hashed(io.RawIOBase):
+    """A file on its way to a store, which remembers what was written."""
+
+    def __init__(self, final: Remote):
+        super().__init__()
+        self._final, self._digest, self._size = final, hashlib.sha256(), 0
+        self._out: Any = final.open("xb")
+
+    def write(self, data: Any) -> int:
+        self._digest.update(data)
+        self._size += len(data)
+        with asking(str(self._final)):
+            return self._out.write(data)
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._size
+
+    def finish(self) -> None:
+        with asking(str(self._final)):
+            self._out.close()
+
+    def discard(self) -> None:
+        with contextlib.suppress(Exception):
+            self._out.discard()
+        self._out.closed = True
+
+    def stands(self) -> bool:
+        """True if the store holds exactly what was written."""
+        if self._final.stat().st_size != self._size:
+            return False
+        digest = hashlib.sha256()
+        with self._final.open("rb") as standing, asking(str(self._final)):
+            while piece := standing.read(1 << 24):
+                digest.update(piece)
+        return digest.digest() == self._digest.digest()

@@ -1,0 +1,274 @@
+"""A folder from a stranger: links, pipes and devices in it are refused, and nothing outside it changes or is waited for."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+import sweeps
+from interlens.errors import InterlensError
+from sweeps.cli import main
+from sweeps.compose import from_plain
+from sweeps.driver import entry
+from sweeps.errors import Damaged
+from sweeps.folder import names
+from sweeps.folder.store import MemoryStore, open_store
+from tests.support.small import settings
+
+SMALL = {"num_items": 1, "unit_cells": 2, "aggregate": {"outcomes": {}, "directions": {
+    "kind": "difference_of_means", "contrast": "framing == 'warm' vs framing == 'cold'", "participant": "bob"}}}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(model, tmp_path_factory):
+    """A finished run with everything in it: records, aggregates, a report, a capture, unnamed files, a copied direction."""
+    folder = tmp_path_factory.mktemp("made") / "run"
+    assert entry.run(settings(model, **SMALL), folder) == 0
+    assert main(["report", str(folder)]) == 0
+    assert main(["capture", str(folder), "layers=1", "sites=mlp", "pool=mean", "run.progress=none"]) == 0
+    (folder / "messages" / "u000000-deadbeef.parquet").write_bytes(b"garbage")
+    return folder
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    shutil.copytree(made, tmp_path / "run")
+    (tmp_path / "outside").mkdir()
+
+    def too_long(*_):
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(120)
+    yield tmp_path / "run"
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def seen(outside):
+    """Every name below a folder, with what would change if it were written, replaced or touched."""
+    found = {}
+    for path in [outside, *sorted(outside.rglob("*"))]:
+        about = path.lstat()
+        content = path.read_bytes() if path.is_file() and not path.is_symlink() else None
+        found[str(path)] = (about.st_ino, about.st_mode, about.st_mtime_ns, about.st_size, content)
+    return found
+
+
+def everything(folder, model):
+    """All that a user does with a folder; each returns its exit code, one line instead of a traceback."""
+    run, cell = str(folder), next(iter(open_store(folder).entries("_commits")), "u")
+    for arguments in (
+        ["status", run], ["show", run, cell], ["verify", run], ["gc", run], ["report", run], ["aggregate", run],
+        ["aggregate", run, "name=moments"], ["export", run, str(folder.parent / "x.npz")],
+        ["export", run, str(folder.parent / "x.gguf")], ["compare", run, run],
+        ["capture", run, "layers=0", "sites=mlp", "pool=mean", "run.progress=none"],
+        ["verify", run, "--deep", "--reopen"],
+    ):  # fmt: skip
+        yield arguments, main(arguments)
+    yield "run", entry.run(settings(model, **SMALL), folder)
+    yield "extended", entry.run(settings(model, **{**SMALL, "num_items": 2}), folder)
+    yield "gc", main(["gc", run])
+
+
+def places(root):
+    """Every kind of name in a folder, files and folders."""
+    (capture,) = (root / "captures").iterdir()
+    first = {table: min((root / table).rglob("u*")) for table in ("messages", "records", "activations", "outcomes")}
+    return {
+        **{name: root / name for name in (
+            "run.json", "config-0.yaml", "progress.json", "events.jsonl", "messages", "records", "activations", "captures",
+            "report", "aggregates", "inputs", "plan", "_commits", "_lease", "_tmp", "report/index.html",
+            "aggregates/outcomes.json", "aggregates/directions.safetensors", "inputs/items-0.jsonl", "plan/part-0.parquet",
+            "_commits/u000000.json", "messages/u000000-deadbeef.parquet",
+        )},
+        "a capture": capture, "a capture's events": capture / "events.jsonl",
+        "a capture's commits": capture / "_commits", **first,
+    }  # fmt: skip
+
+
+PLACES = (
+    "run.json", "config-0.yaml", "progress.json", "events.jsonl", "messages", "records", "activations", "captures", "report",
+    "aggregates", "inputs", "plan", "_commits", "_lease", "_tmp", "report/index.html", "aggregates/outcomes.json",
+    "aggregates/directions.safetensors", "inputs/items-0.jsonl", "plan/part-0.parquet", "_commits/u000000.json",
+    "messages/u000000-deadbeef.parquet", "a capture", "a capture's events", "a capture's commits", "outcomes",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_a_link_anywhere_changes_nothing_outside(folder, model, place, capsys):
+    path, outside = places(folder)[place], folder.parent / "outside"
+    aside = outside / path.name
+    shutil.move(path, aside)
+    path.symlink_to(aside)
+    before = seen(outside)
+    codes = [code for _, code in everything(folder, model)]
+    assert seen(outside) == before
+    assert set(codes) <= {0, 1, 3, 4, 5} and "Traceback" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("place", ["messages", "events.jsonl", "aggregates", "report", "captures", "_tmp"])
+def test_a_link_to_what_is_not_there_makes_nothing_there(folder, model, place):
+    path, outside = places(folder)[place], folder.parent / "outside"
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path.symlink_to(outside / "new")
+    for arguments in (["report"], ["aggregate"], ["gc"], ["verify", "--deep", "--reopen"]):
+        assert main([arguments[0], str(folder), *arguments[1:]]) in (0, 1, 5)
+    entry.run(settings(model, **SMALL), folder)
+    assert list(outside.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [p for p in PLACES if "." in p or p in ("outcomes", "a capture's events")])
+def test_a_pipe_is_refused_and_nothing_waits_for_it(folder, model, place, capsys):
+    path = places(folder)[place]
+    path.unlink()
+    os.mkfifo(path)
+    codes = [code for _, code in everything(folder, model)]
+    assert set(codes) <= {0, 1, 3, 4, 5} and "Traceback" not in "".join(capsys.readouterr())
+
+
+def test_each_command_says_which_link_it_met(folder, capsys):
+    shutil.move(folder / "messages", folder.parent / "outside" / "messages")
+    (folder / "messages").symlink_to(folder.parent / "outside" / "messages")
+    for arguments in (["gc"], ["report"], ["verify", "--reopen"]):
+        capsys.readouterr()
+        assert main([arguments[0], str(folder), *arguments[1:]]) == 1
+        assert "messages" in (said := "".join(capsys.readouterr())) and "is a symbolic link" in said
+
+
+def test_events_are_not_appended_to_a_file_with_a_second_name_elsewhere(folder, model):
+    twin = folder.parent / "outside" / "startup.sh"
+    os.link(folder / "events.jsonl", twin)
+    before = seen(twin.parent)
+    assert entry.run(settings(model, **SMALL), folder) == 0
+    assert seen(twin.parent) == before
+    assert len((folder / "events.jsonl").read_bytes()) > twin.stat().st_size, "its own copy goes on"
+
+
+def test_an_export_writes_through_no_name_that_could_be_known(folder):
+    out, outside = folder.parent / "x.parquet", folder.parent / "outside" / "mine"
+    outside.write_text("mine")
+    for planted in (".x.parquet.part", "x.parquet.part", "x.parquet.tmp"):
+        (folder.parent / planted).symlink_to(outside)
+    assert main(["export", str(folder), str(out)]) == 0
+    assert outside.read_text() == "mine" and out.is_file() and not out.is_symlink()
+
+
+@pytest.mark.parametrize("field", ["patch", "replay", "direction"])
+def test_other_runs_are_read_as_carefully(folder, model, tmp_path, field, capsys):
+    shutil.move(folder / "messages", tmp_path / "outside" / "messages")
+    (folder / "messages").symlink_to(tmp_path / "outside" / "messages")
+    shutil.move(folder / "aggregates", tmp_path / "outside" / "aggregates")
+    (folder / "aggregates").symlink_to(tmp_path / "outside" / "aggregates")
+    edit = {"participants": ["bob"], "layers": [1]}
+    changes = {
+        "patch": {"intervention": [{**edit, "kind": "patch", "from": f"run:{folder}", "tokens": "prompt"}]},
+        "replay": {"scenario__replay": f"run:{folder}"},
+        "direction": {"intervention": [{**edit, "direction": f"run:{folder}:residual:1", "coef": 1.0}]},
+    }[field]  # fmt: skip
+    before = seen(tmp_path / "outside")
+    try:
+        assert entry.run(settings(model, **{**SMALL, "aggregate": {}}, **changes), tmp_path / "new") in (1, 5)
+        said = capsys.readouterr().err
+    except InterlensError as error:
+        said = str(error)
+    assert "is a symbolic link" in said, said
+    assert seen(tmp_path / "outside") == before
+
+
+# ---- the store itself
+
+
+NAMES = ["../x", "a/../../x", "/etc/passwd", "a//b", "./a", "a/.", "..", "a\0b", "/".join("a" * 40)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["disk", "memory"])
+def test_a_name_that_leads_out_is_refused_by_every_verb(tmp_path, kind, name):
+    store = MemoryStore() if kind == "memory" else open_store(tmp_path / "run")
+    store.write_new("a/b", b"1")
+    verbs = [lambda: store.write_new(name, b""), lambda: store.replace(name, b""), lambda: store.delete(name),
+             lambda: store.read(name), lambda: store.open(name), lambda: store.exists(name), lambda: store.size(name),
+             lambda: store.entries(name), lambda: store.walk(name), lambda: store.sub(name), lambda: store.arrow(name),
+             lambda: store.read_range(name, 0, 1)]  # fmt: skip
+    for verb in verbs:
+        with pytest.raises(Damaged):
+            verb()
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_store_in_memory_keeps_the_guarantees():
+    store = MemoryStore()
+    store.write_new("a/b.json", b"1")
+    with pytest.raises(FileExistsError):
+        store.write_new("a/b.json", b"2")
+    store.replace("c", b"1")
+    store.replace("c", b"2")
+    assert (store.read("a/b.json"), store.read("c"), store.entries(), store.walk()) == (
+        b"1", b"2", ["a", "c"], ["a/b.json", "c"])  # fmt: skip
+    store.delete("c")
+    store.delete("c")
+    assert not store.exists("c") and MemoryStore().entries() == []
+    with pytest.raises(FileNotFoundError):
+        store.read("c")
+
+
+class Careless(MemoryFileSystem):
+    """An object store that knows no conditional put: what is put last stands."""
+
+    protocol = ("careless",)
+    store, pseudo_dirs = {}, [""]
+
+    def _open(self, path, mode="rb", **options):
+        return super()._open(path, mode.replace("x", "w"), **options)
+
+
+SCRIPTED = {
+    "scenario": {"items": [{"id": "a"}], "participants": {"ann": {"kind": "scripted", "lines": ["hi"]}},
+                 "branch": {"turns": 1}},
+    "cluster": {"executor": "inline"}, "run": {"progress": "none"},
+}  # fmt: skip
+
+
+def test_a_store_where_a_second_put_wins_is_refused_at_the_start(capsys):
+    fsspec.register_implementation("careless", Careless, clobber=True)
+    assert entry.run(from_plain(SCRIPTED), "careless://bucket/run") == 5
+    assert "does not refuse a name that exists" in capsys.readouterr().err
+    assert not any(name.endswith((names.RUN, ".probe")) for name in Careless.store)
+
+
+def test_a_folder_that_would_be_gone_is_refused(capsys):
+    assert entry.run(from_plain(SCRIPTED), "memory://x") == 5
+    assert "gone when this process ends" in capsys.readouterr().err
+
+
+def test_a_disk_takes_hard_links_where_files_go_or_is_refused(tmp_path, monkeypatch, capsys):
+    real = os.link
+
+    def only_in_tmp(source, target, **options):
+        if os.readlink(f"/proc/self/fd/{options['dst_dir_fd']}").endswith(("_tmp", "_lease")):
+            return real(source, target, **options)
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", only_in_tmp)
+    assert entry.run(from_plain(SCRIPTED), tmp_path / "run") == 5
+    assert "no hard links" in capsys.readouterr().err
+
+
+def test_file_urls_and_homes_are_paths(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert (
+        entry.run(from_plain(SCRIPTED), "~/mine") == 0
+        and entry.run(from_plain(SCRIPTED), f"file://{tmp_path}/two") == 0
+    )
+    assert sweeps.open("~/mine").counts["done"] == 1 and isinstance(sweeps.open(f"file://{tmp_path}/two").root, Path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "two"]
+    assert entry.run(from_plain(SCRIPTED), "file:///") == 5
+    assert "is no run folder and not empty" in capsys.readouterr().err
