@@ -53,9 +53,8 @@ def check_sites(spec: CaptureSpec) -> None:
 
 def check_places(spec: CaptureSpec, participant: Participant) -> None:
     """UnknownSite for a site or layer that the participant's model does not have, as far as it is known by now."""
-    outline = getattr(participant, "outline", None)
     anywhere = spec.layers is None and tuple(spec.sites) == ("residual",)
-    if outline is not None and not anywhere and (model := outline()) is not None:
+    if not anywhere and (model := participant.outline()) is not None:
         for site in spec.sites:
             resolve_layers(model, spec.layers, site)
 

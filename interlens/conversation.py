@@ -7,7 +7,7 @@ until a turn is committed: a turn that fails, is denied, or is only a sample lea
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,30 +19,27 @@ from .message import Message
 from .participants.base import Participant
 from .participants.model import ModelParticipant, participants_of
 from .participants.options import check_names
-from .policies.communication import CommunicationPolicy, RoundRobinPolicy
-from .policies.context import ContextPolicy, ErrorPolicy, check
-from .policies.hooks import copies
-from .policies.stopping import StopCondition, condition
+from .policies.communication import CommunicationPolicy
+from .policies.context import ContextPolicy
+from .policies.stopping import condition
 from .read_only import read_only
 from .rollout import RolloutReport, rollout
 from .saving import load, save
 from .scheduler import drive, finish
-from .seeing import Heard, build
-from .templating import fill, needs_row
+from .seeing import build
+from .state import ConversationState, ParticipantRef
 from .transcript import Transcript
 from .turns import fit, take
 from .views.view import View
-from .visibility import ReasoningVisibility
 from .work import TurnOptions, TurnRequest, Work
 
-Speaker = Participant | str | int
 UNSAVED = {"capturing", "conditions", "heard"}
 """Attributes of a conversation that belong to a block or a run that is going on."""
 MAX_DENIED = 100
 """Denied turns in a row after which a run without a number of turns fails: it would go on for ever."""
 
 
-class Conversation:
+class Conversation(ConversationState):
     """Participants, in speaking order, and their transcript.
 
     shared_context: message 0, by the moderator. shared_system_prompt: joins every system prompt. Both, like system
@@ -52,44 +49,6 @@ class Conversation:
     `key` and `turns_taken` are part of the noise too (see `scheduler`); `row` is the data row; `stop_reason` says why the
     last `run` ended; `branch_start` is the index of the first message after the trunk, or None.
     """
-
-    def __init__(
-        self, participants: Sequence[Participant], transcript: Transcript | None = None, shared_context: Any = None,
-        shared_system_prompt: Any = None, moderator_name: str = "moderator",
-        context_policy: ContextPolicy | None = None, context_limit: int | None = None,
-        reasoning_visibility: str = "strip", message_hooks: Iterable[Any] = (),
-        communication: CommunicationPolicy | None = None, seed: int = 0,
-    ):  # fmt: skip
-        self.participants = list(participants)
-        self.transcript = Transcript() if transcript is None else transcript
-        self.shared_context = shared_context
-        self.shared_system_prompt = shared_system_prompt
-        self.moderator_name = moderator_name
-        self.context_policy = copy.deepcopy(context_policy) or ErrorPolicy()
-        self.context_limit = context_limit
-        self.reasoning_visibility = ReasoningVisibility(reasoning_visibility)
-        self.message_hooks = list(message_hooks)
-        self.communication = copy.deepcopy(communication) or RoundRobinPolicy()
-        self.seed = seed
-        self.key: Any = None
-        self.turns_taken = 0
-        self.row: Mapping[str, Any] | None = None
-        self.stop_reason: str | None = None
-        self.branch_start: int | None = None
-        self.capturing: list[Capturing] = []
-        """Open `capture` blocks, outermost first."""
-        self.conditions: list[StopCondition] = []
-        """Of the run that is going on."""
-        self.heard: dict[tuple[str, str], Heard] = {}
-        """(Reader, visibility) -> how it saw the transcript last, so that only what is new is made anew."""
-        self._calls = 0  # samples and denied steps since the last commit
-        self._denied_call = 0  # call number of the next step
-        self.unopened = False  # message 0 could not be filled from the row
-        self._fresh = copy.deepcopy((self.communication, self.context_policy))
-        self._check_names()
-        for p in self.participants:
-            check(self, p)
-        self._open()
 
     @classmethod
     def from_models(
@@ -109,36 +68,8 @@ class Conversation:
             moderator_name, context_policy, context_limit, reasoning_visibility, message_hooks, communication, seed,
         )  # fmt: skip
 
-    # -- who ----------------------------------------------------------------------------------------------------------
-    def participant(self, which: Speaker) -> Participant:
-        """A participant by name, by index (negatives from the end), or itself."""
-        names = [p.name for p in self.participants]
-        if isinstance(which, Participant):
-            if which in self.participants:
-                return which
-            which = which.name  # of a sibling branch: our own of that name
-        if isinstance(which, str) and which in names:
-            return self.participants[names.index(which)]
-        if isinstance(which, int) and not isinstance(which, bool) and -len(names) <= which < len(names):
-            return self.participants[which]
-        raise ValueError(
-            f"no participant {which!r}; there are: {', '.join(names)}, or their indices 0 to {len(names) - 1}"
-        )
-
-    def _check_names(self) -> None:
-        names = [p.name for p in self.participants]
-        if not names:
-            raise ValueError("a conversation needs at least one participant")
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"two participants are named {name!r}; names must be unique")
-            if name == self.moderator_name:
-                raise ValueError(
-                    f"participant {name!r} has the moderator's name; rename it, or give moderator_name=..."
-                )
-
     # -- taking turns -------------------------------------------------------------------------------------------------
-    def turn(self, speaker: Speaker, *, commit: bool = True, extra: Sequence[Message] = (), **options: Any):
+    def turn(self, speaker: ParticipantRef, *, commit: bool = True, extra: Sequence[Message] = (), **options: Any):
         """The next turn as a generator of Work that returns a `Turn`; `scheduler.Scheduler` serves many of them.
 
         options: fields of TurnOptions. commit=False: a sample. extra: messages seen after the transcript (samples).
@@ -146,7 +77,7 @@ class Conversation:
         return take(self, self.participant(speaker), TurnOptions(**options), commit=commit, extra=extra)
 
     def step(
-        self, speaker: Speaker, *, steering: Any = None, capture: Any = None, patch: Any = None,
+        self, speaker: ParticipantRef, *, steering: Any = None, capture: Any = None, patch: Any = None,
         return_logprobs: bool = False, max_new_tokens: int | None = None,
     ) -> Message | None:  # fmt: skip
         """Commit one turn and return its message; None if a message hook denied it.
@@ -160,7 +91,11 @@ class Conversation:
         return finish(steps).message
 
     def run(
-        self, turns: int | None = None, until: Any = None, first: Speaker | None = None, prompt: str | None = None
+        self,
+        turns: float | None = None,
+        until: Any = None,
+        first: ParticipantRef | None = None,
+        prompt: str | None = None,
     ) -> Transcript:
         """Take turns until `turns` or a stop condition, whichever comes first; `stop_reason` says which.
 
@@ -170,7 +105,11 @@ class Conversation:
         return self.transcript
 
     def play(
-        self, turns: int | None = None, until: Any = None, first: Speaker | None = None, prompt: str | None = None
+        self,
+        turns: float | None = None,
+        until: Any = None,
+        first: ParticipantRef | None = None,
+        prompt: str | None = None,
     ) -> Generator[Work, Any, None]:
         """`run` as a generator of Work."""
         if turns is None and until is None:
@@ -231,39 +170,6 @@ class Conversation:
         """`sample` of every participant: {name: Message}."""
         return self.sample([p.name for p in self.participants], message, as_author=as_author, **options)
 
-    # -- called by a turn ---------------------------------------------------------------------------------------------
-    def next_call(self, commit: bool) -> tuple[int, int | None]:
-        """(call number, sample number or None) of a turn that begins. Steps ignore samples: samples leave no trace."""
-        self.must_open()
-        if commit:
-            return self._denied_call, None
-        self._calls += 1
-        return self._calls, self._calls
-
-    def aside(self) -> Conversation:
-        """This conversation with policies of its own, in which a sample leaves nothing behind."""
-        other = copy.copy(self)
-        other.communication = copy.deepcopy(self.communication)
-        return other
-
-    def denied(self) -> None:
-        """A step was denied: the next one gets a call number of its own."""
-        self._calls += 1
-        self._denied_call = self._calls
-
-    def commit(self, message: Message) -> None:
-        """Add what was said in a turn."""
-        message.metadata.setdefault("finish_reason", "stop")
-        self.transcript.append(message)
-        self.turns_taken += 1
-        try:
-            self.communication.spoken(read_only(self), message.copy())
-        except BaseException:
-            del self.transcript[-1]
-            self.turns_taken -= 1
-            raise
-        self._calls = self._denied_call = 0
-
     # -- looking ------------------------------------------------------------------------------------------------------
     @contextmanager
     def capture(
@@ -308,112 +214,26 @@ class Conversation:
         self.capturing.append(block)
         return block
 
-    def view(self, pov: Speaker) -> View:
+    def view(self, pov: ParticipantRef) -> View:
         """What a participant sees: framing, then the transcript with roles swapped."""
         return build(self, self.participant(pov))
 
     def render_templated(
-        self, pov: Speaker, *, add_generation_prompt: bool = False, tokenize: bool = False
+        self, pov: ParticipantRef, *, add_generation_prompt: bool = False, tokenize: bool = False
     ) -> str | list[int]:
         """Text or token ids exactly as the participant's model is fed them, tools and thinking flags included.
 
         With add_generation_prompt, the context policy has its say too, as in a turn.
         """
         speaker, view = self.participant(pov), self.view(pov)
-        if not hasattr(speaker, "render"):
-            raise ValueError(
-                f"{speaker.name!r} is a {type(speaker).__name__}: it has no chat template, see conv.view(...)"
-            )
         if add_generation_prompt:
             key = (self.seed if speaker.seed is None else speaker.seed, self.key, self.turns_taken, self._denied_call)
             request = TurnRequest(options=TurnOptions(), key=key, index=len(self.transcript))
             view = finish(fit(self, copy.deepcopy(self.context_policy), speaker, view, request))
-        rendered = speaker.render(view, generate=add_generation_prompt)  # ty: ignore[not-callable]
+        rendered = speaker.render(view, generate=add_generation_prompt)
         return list(rendered.ids) if tokenize else rendered.text
 
-    # -- going elsewhere ----------------------------------------------------------------------------------------------
-    def branch(self, seed: int | None = None) -> Conversation:
-        """A conversation that goes on from here. It shares the weights and nothing else.
-
-        It keeps seed and key, so that it is compared with its parent in pairs; with `seed` it draws anew.
-        """
-        other = copy.copy(self)
-        other.participants = [p.clone() for p in self.participants]
-        other.transcript = self.transcript.copy()
-        other.context_policy = copy.deepcopy(self.context_policy)
-        other.communication = copy.deepcopy(self.communication)
-        other.message_hooks = copies(self.message_hooks)
-        other.row = None if self.row is None else copy.deepcopy(dict(self.row))
-        other.capturing, other.conditions, other.heard = [], [], {}
-        other._calls = self._denied_call
-        if seed is not None:
-            other.seed = seed
-            for p in other.participants:
-                p.seed = None
-        return other
-
-    def branch_from(self, ref: int | Message, seed: int | None = None) -> Conversation:
-        """A branch whose last message is `ref`."""
-        index = self.transcript.index_of(ref)
-        other = self.branch(seed)
-        other.rewind(index)
-        return other
-
-    def rewind(self, to: int | Message) -> None:
-        """Forget everything after `to`, which stays."""
-        gone = self.transcript[self.transcript.index_of(to) + 1 :]
-        self.transcript.rewind(to)
-        self.turns_taken = max(0, self.turns_taken - sum("finish_reason" in m.metadata for m in gone))
-        self._changed()
-
-    def edit(
-        self, ref: int | Message, content: str | None = None, author: str | None = None, **metadata: Any
-    ) -> Message:
-        """Change one message in place; another text or author forgets its recorded tokens."""
-        message = self.transcript.edit(ref, content, author, **metadata)
-        self._changed()
-        return message
-
-    def reset(self) -> None:
-        """Back to the opening: no message but the shared context, no state in any policy."""
-        self.transcript[:] = []
-        self.turns_taken, self.stop_reason, self.branch_start = 0, None, None
-        self.communication, self.context_policy = copy.deepcopy(self._fresh)
-        self._changed()
-        self._open()
-
-    def _changed(self) -> None:
-        self._calls = self._denied_call = 0
-        self.communication.rewound(read_only(self))
-
-    def must_open(self) -> None:
-        """Fill message 0 if it is still missing; what filling it raises."""
-        if self.unopened or not self.transcript or (self.row is None and needs_row(self.shared_context)):
-            self._open(demand=True)
-            self.unopened = False
-
-    def _open(self, demand: bool = False) -> None:
-        """Message 0, as soon as it can be filled."""
-        if self.shared_context is None or (self.row is None and needs_row(self.shared_context) and not demand):
-            return
-        opening = Message(self.moderator_name, fill(self.shared_context, self.row))
-        first = self.transcript[0] if self.transcript else None
-        if first is None or (first.author, first.content) != (opening.author, opening.content):
-            self.transcript.insert(0, opening)
-
     # -- many, and for later ------------------------------------------------------------------------------------------
-    def with_row(self, row: Mapping[str, Any] | None) -> Conversation:
-        """A branch whose texts are filled from `row`."""
-        other = self.branch()
-        other.row = row
-        if row is not None and needs_row(self.shared_context):
-            if self.row is not None and other.transcript:
-                del other.transcript[0]
-            try:
-                other._open()
-            except Exception:  # raised where its first turn begins: of many conversations, this one fails
-                other.unopened = True
-        return other
 
     def rollout(
         self, n: int | None = None, *, data: Any = None, seed: int | None = None, turns: int | None = None,

@@ -70,13 +70,16 @@ class ReadOnlyConversation(ReadOnly):
 
     @property
     def transcript(self) -> Transcript:
+        """The transcript; whoever takes a message gets a copy."""
         return ReadOnlyTranscript(self._of.transcript)
 
     @property
     def participants(self) -> tuple[Any, ...]:
+        """The participants, read-only too."""
         return tuple(map(ReadOnly, self._of.participants))
 
     def participant(self, which: Any) -> Any:
+        """One participant, read-only too."""
         return ReadOnly(self._of.participant(which))
 
 

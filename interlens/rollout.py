@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from .capturing import Capturing, check_sites
 from .interp.activation_cache import ActivationCache, CaptureSpec, as_tuple
@@ -16,6 +16,10 @@ from .work import ReadableConversation, Steps
 __all__ = ["RolloutReport", "RolloutResult", "rollout", "run"]
 
 
+C = TypeVar("C", bound="RollableConversation")
+
+
+@runtime_checkable
 class RollableConversation(ReadableConversation, Protocol):
     """What a rollout does to a conversation."""
 
@@ -24,7 +28,7 @@ class RollableConversation(ReadableConversation, Protocol):
     unopened: bool
     capturing: list[Capturing]
 
-    def with_row(self, row: Mapping[str, Any] | None) -> Self:
+    def with_row(self: C, row: Mapping[str, Any] | None) -> C:
         """A branch whose texts are filled from `row`."""
         ...
 
@@ -41,9 +45,6 @@ class RollableConversation(ReadableConversation, Protocol):
         ...
 
 
-C = TypeVar("C", bound=RollableConversation)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RolloutResult(Generic[C]):
     """One conversation of a rollout. With `error` set, `transcript` holds the turns before it."""
@@ -58,10 +59,12 @@ class RolloutResult(Generic[C]):
 
     @property
     def transcript(self) -> Transcript:
+        """What was said; with `error` set, in the turns before it."""
         return self.conversation.transcript
 
     @property
     def stop_reason(self) -> str | None:
+        """Why the run ended; "error" for a failed one."""
         return "error" if self.error is not None else self.conversation.stop_reason
 
 
@@ -73,9 +76,11 @@ class RolloutReport(Generic[C]):
 
     @property
     def failed(self) -> list[RolloutResult[C]]:
+        """The results that have an error."""
         return [r for r in self.results if r.error is not None]
 
     def transcripts(self) -> list[Transcript]:
+        """The transcript of each conversation, in order."""
         return [r.transcript for r in self.results]
 
     def analyses(self) -> list[dict[str, Any] | None]:

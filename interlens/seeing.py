@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from .message import Message, clean
 from .participants.base import Participant
@@ -16,6 +16,7 @@ from .views.view import View, ViewMessage
 from .work import ReadableConversation
 
 
+@runtime_checkable
 class SeenConversation(ReadableConversation, Protocol):
     """What a view is made from."""
 
@@ -51,7 +52,7 @@ def build(conversation: SeenConversation, participant: Participant, extra: Seque
     return View(
         pov=participant.name, messages=tuple(messages), speakers=tuple(p.name for p in conversation.participants),
         moderator=conversation.moderator_name, branch_start=conversation.branch_start,
-        tools=(*getattr(participant, "tools", ()), *given),
+        tools=(*participant.tools, *given),
     )  # fmt: skip
 
 

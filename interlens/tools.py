@@ -23,6 +23,7 @@ class Tool:
 
     @property
     def name(self) -> str:
+        """The name by which a model calls it."""
         return self.schema["function"]["name"]
 
     @classmethod

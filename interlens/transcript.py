@@ -56,6 +56,7 @@ class Transcript(MutableSequence[Message]):
         return f"Transcript({self._messages!r})"
 
     def insert(self, index: int, value: Message) -> None:
+        """Put a message before `index`."""
         self._messages.insert(index, _message(value))
 
     def append(self, message: Message | str, content: str | None = None, **metadata: Any) -> Message:  # ty: ignore[incompatible-method-override]

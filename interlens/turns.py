@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from .capturing import Capturing, by_spec, refuse
-from .interp.activation_cache import as_tuple
+from .interp.activation_cache import CaptureSpec, as_tuple
 from .message import Message
 from .participants.base import Participant
 from .policies.context import ContextPolicy, LimitedConversation, room_of
@@ -20,6 +20,7 @@ from .views.view import View
 from .work import Steps, Turn, TurnOptions, TurnRequest, Work
 
 
+@runtime_checkable
 class LiveConversation(SeenConversation, LimitedConversation, Protocol):
     """What a turn reads of its conversation, and does to it."""
 
@@ -59,23 +60,9 @@ def take(
     index = len(conversation.transcript) + len(extra)
     if not commit:
         conversation = conversation.aside()
-    key = (
-        conversation.seed if speaker.seed is None else speaker.seed,
-        conversation.key,
-        conversation.turns_taken,
-        call,
-    )
-    if options.forced is not None:
-        options = replace(options, max_new_tokens=max(1, len(options.forced)))
-    limit = least(c.turn_limit(read_only(conversation)) for c in conversation.conditions)
-    if limit is not None:
-        own = speaker.max_new_tokens or None if options.max_new_tokens is None else options.max_new_tokens
-        options = replace(options, max_new_tokens=least((limit, own)))
-    blocks = [b for b in conversation.capturing if speaker.name in b.names]
-    asked = as_tuple(options.capture)
-    specs = tuple(dict.fromkeys((*asked, *(b.spec for b in blocks))))
-    request = TurnRequest(options=replace(options, capture=specs), key=key, index=index, tokens_left=limit)
     policy = copy.deepcopy(conversation.context_policy)
+    blocks = [b for b in conversation.capturing if speaker.name in b.names]
+    request = _request(conversation, speaker, options, [b.spec for b in blocks], call, index)
     request = replace(request, fit=lambda request, view: fit(conversation, policy, speaker, view, request))
     conversation.communication.begins(read_only(conversation), speaker.name)
     view = yield from fit(conversation, policy, speaker, build(conversation, speaker, extra), request)
@@ -84,13 +71,8 @@ def take(
         raise TypeError(f"{speaker!r} must answer with a Message of its own, not {message!r}")
     records = list(message.records)
     message = message.copy(records=())
-    if commit and len(conversation.transcript) != index:
-        raise RuntimeError(
-            f"the transcript had {index} messages when {speaker.name}'s turn began and has {len(conversation.transcript)} "
-            "now: a tool or another thread changed it meanwhile; let them use sample() or branch()"
-        )
     if commit:
-        kept = review(conversation.message_hooks, message, read_only(conversation))
+        kept = _reviewed(conversation, message, index)
         if kept is None:
             conversation.denied()
             denied = message.copy(metadata={**message.metadata, "finish_reason": "denied"})
@@ -98,16 +80,43 @@ def take(
         message = kept
     for record in records:
         record.participant, record.message_idx, record.sample = speaker.name, index, sample
-    parts = {}
-    if records:
-        parts = dict(zip(specs, by_spec(records, specs, getattr(speaker, "num_layers", None)), strict=True))
-        message.records = tuple(r for spec in dict.fromkeys(asked) for r in parts[spec])
+    specs = as_tuple(request.options.capture)
+    parts = dict(zip(specs, by_spec(records, specs, speaker.num_layers), strict=True)) if records else {}
+    message.records = tuple(r for spec in dict.fromkeys(as_tuple(options.capture)) for r in parts.get(spec, ()))
     if commit:
         conversation.commit(message)
         conversation.context_policy = policy
     for block in blocks if parts else ():
         block.cache.add_batch(parts[block.spec])
     return Turn(message=message, index=index, records=records)
+
+
+def _request(
+    conversation: LiveConversation, speaker: Participant, options: TurnOptions, blocks: list[CaptureSpec], call: int,
+    index: int,
+) -> TurnRequest:  # fmt: skip
+    """What is asked of the speaker: its options within the limits of the run, everything that is captured, its noise."""
+    if options.forced is not None:
+        options = replace(options, max_new_tokens=max(1, len(options.forced)))
+    limit = least(c.turn_limit(read_only(conversation)) for c in conversation.conditions)
+    if limit is not None:
+        own = speaker.max_new_tokens or None if options.max_new_tokens is None else options.max_new_tokens
+        options = replace(options, max_new_tokens=least((limit, own)))
+    specs = tuple(dict.fromkeys((*as_tuple(options.capture), *blocks)))
+    seed = conversation.seed if speaker.seed is None else speaker.seed
+    key = (seed, conversation.key, conversation.turns_taken, call)
+    return TurnRequest(options=replace(options, capture=specs), key=key, index=index, tokens_left=limit)
+
+
+def _reviewed(conversation: LiveConversation, message: Message, index: int) -> Message | None:
+    """What the message hooks leave of it; None: denied. RuntimeError if the transcript has changed since the turn began."""
+    if len(conversation.transcript) != index:
+        raise RuntimeError(
+            f"the transcript had {index} messages when {message.author}'s turn began and has "
+            f"{len(conversation.transcript)} now: a tool or another thread changed it meanwhile; let them use sample() "
+            "or branch()"
+        )
+    return review(conversation.message_hooks, message, read_only(conversation))
 
 
 def fit(

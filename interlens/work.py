@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from .message import Message
 from .transcript import Transcript
@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # so that a turn's words can be had without torch
     from .interp.intervention import Intervention
 
 
+@runtime_checkable
 class Speaker(Protocol):
     """Whoever can speak, as far as anyone but the conversation itself needs to know; see `participants.Participant`."""
 
@@ -31,6 +32,7 @@ class Speaker(Protocol):
     capturable: bool
 
 
+@runtime_checkable
 class ReadableConversation(Protocol):
     """What hooks, policies and stop conditions may read of a conversation. They get one that refuses to be changed."""
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
     "interlens": (
         "errors sources reasoning calls templating visibility",
-        "statistics probes",
+        "moments statistics fitting probes",
         "interp/",
         "upcycle preview dequantise adapters loading",
         "engine/",
@@ -20,7 +20,7 @@ LAYERS = {
         "studies/",
         "work read_only scheduler",
         "policies/ participants/",
-        "capturing seeing turns rollout conversation",
+        "capturing seeing turns rollout state conversation",
     ),
     "sweeps": (
         "errors redact failpoints analyzers",

@@ -43,6 +43,7 @@ class PoolTable:
         self.free: list[int] = []
 
     def slot(self, like: Tensor) -> int:
+        """A free slot, set to what its pool begins with."""
         if not self.free:
             old = 0 if self.values is None else len(self.values)
             new = max(32, old)

@@ -12,7 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -20,7 +19,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from ..errors import HookDidNotFire, UnsupportedIntervention
+from ..errors import HookDidNotFire
 from ..interp import attach, hooks
 from ..interp.logprobs import logprob_rows
 from . import diagnose, taps
@@ -29,25 +28,13 @@ from .forward import Batch, Forward, is_out_of_memory
 from .memory import Memory
 from .offload import Mover
 from .request import Reply, Request
-from .resolve import modified, resolve, unreached
+from .resolve import reply_of, resolve, unreached
 from .rows import ROW_COUNTERS, Row, Ticket
 from .sampling import draw
 from .slabs import Slabs
 from .table import Table
 
 COUNTERS = (*ROW_COUNTERS, "pad_tokens", "requests", "errors", "steps", "admissions", "requeued", "out_of_memory")
-_MAKING = threading.Lock()
-
-
-def engine_for(model, **settings) -> Engine:
-    """The one engine of a model object; `settings` are those of `Engine`, given when it is first asked for."""
-    with _MAKING:
-        engine = model.__dict__.get("_interlens_engine")
-        if engine is None:
-            engine = model.__dict__["_interlens_engine"] = Engine(model, **settings)
-        elif settings:
-            raise ValueError(f"this model has an engine already; settings {sorted(settings)} would be ignored")
-        return engine
 
 
 class Engine:
@@ -100,7 +87,7 @@ class Engine:
         with self._lock:
             self.counters["requests"] += 1
             try:
-                self._refuse_registered()
+                self._forward.check_registered()
                 row = resolve(self._forward, ticket)
                 self._unfinished[ticket] = row
                 self._waiting.append(row)
@@ -229,13 +216,8 @@ class Engine:
             self._requeue(min(fits, len(table.live)))
             if len(table.live) == 1 and table.overflow() is not None:
                 row = table.live[0]
-                self._fail(
-                    row,
-                    MemoryError(
-                        f"{len(row.sequence)} columns for one row do not fit the budget of {table.budget}; "
-                        "give the engine a larger budget or shorten the context"
-                    ),
-                )
+                message = f"{len(row.sequence)} columns for one row do not fit the budget of {table.budget}; "
+                self._fail(row, MemoryError(f"{message}give the engine a larger budget or shorten the context"))
                 self._retire()
         rows = list(table.live)
         if not rows:
@@ -247,21 +229,17 @@ class Engine:
         """One forward of rows that stand side by side. Rows whose own code or site fails are marked and run plain."""
         while True:
             batch = Batch(
-                first=rows[0].index,
-                ids=[row.sequence.ids for row in rows],
-                starts=starts,
-                stops=stops,
-                floors=[row.written for row in rows],
-                adapters=[row.request.adapter for row in rows],
+                first=rows[0].index, ids=[row.sequence.ids for row in rows], starts=starts, stops=stops,
+                floors=[row.written for row in rows], adapters=[row.request.adapter for row in rows],
                 all_logits=any(row.needs_all_logits for row in rows),
-            )
+            )  # fmt: skip
             functions, lanes = taps.build(rows, batch, self._edit_tables)
             try:
                 self._forward.check_model()
-                self._refuse_registered()
+                self._forward.check_registered()
                 with hooks.attached(self.model, functions) if functions else nullcontext():
                     logits = self._forward(batch, self.slabs)
-                self._refuse_registered()
+                self._forward.check_registered()
                 break
             except taps.EditFailed as failed:
                 failures, broken = failed.failures, False
@@ -283,20 +261,10 @@ class Engine:
             self._forced_logprobs(rows, batch, logits)
         return logits[:, -1]
 
-    def _refuse_registered(self) -> None:
-        if attach.registered(self.model):
-            raise UnsupportedIntervention(
-                "interventions registered by hand are in force on this model; leave that block, then generate"
-            )
-
     def _account(self, rows: list[Row], batch: Batch) -> None:
         decoding = batch.num_queries == 1 and all(row in self._table.live for row in rows[:1])
         for row, start, stop in zip(rows, batch.starts, batch.stops, strict=True):
-            again = max(0, min(row.written, stop) - start)
-            row.counters["recomputed_tokens"] += again
-            row.counters["decode_tokens" if decoding else "prefill_tokens"] += stop - start - again
-            row.fed = stop
-            row.written = max(row.written, stop)
+            row.note_fed(start, stop, decoding)
             self.counters["pad_tokens"] += batch.num_queries - (stop - start)
 
     def _forced_logprobs(self, rows: list[Row], batch: Batch, logits: Tensor) -> None:
@@ -376,15 +344,7 @@ class Engine:
             self.counters[name] += row.counters[name]
         reply = row.reply
         if reply is None:
-            sequence = row.sequence
-            reply = Reply(
-                tokens=tuple(sequence.generated),
-                sampling=row.request.sampling,
-                phases=tuple(sequence.phases),
-                logprobs=row.logprobs or None,
-                tokens_modified=modified(row, row.request.interventions),
-                counters=row.counters,
-            )
+            reply = reply_of(row)
         else:
             reply.counters = {name: reply.counters[name] + row.counters[name] for name in ROW_COUNTERS}
         reply.records = [record for _, record in sorted(row.records, key=lambda each: each[0])]

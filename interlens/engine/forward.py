@@ -22,6 +22,7 @@ from transformers import DynamicCache
 
 from ..adapters import attached, per_row
 from ..errors import UnsupportedIntervention
+from ..interp.attach import registered
 from ..interp.sites import find_family
 from .slabs import Slabs, Window
 
@@ -98,6 +99,13 @@ class Forward:
         width = width or config.hidden_size // config.num_attention_heads
         size = 2 * config.num_hidden_layers * heads * width * torch.empty(0, dtype=self.dtype).element_size()
         return max(4096, free // 2 // size)
+
+    def check_registered(self) -> None:
+        """UnsupportedIntervention while interventions that a user registered by hand are in force on the model."""
+        if registered(self.model):
+            raise UnsupportedIntervention(
+                "interventions registered by hand are in force on this model; leave that block, then generate"
+            )
 
     def check_model(self) -> None:
         """UnsupportedIntervention if the model is of a kind, or in a state, in which rows would not be what they are."""

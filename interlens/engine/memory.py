@@ -61,6 +61,7 @@ class Memory:
             self._blocks[digest][id(prefix)] = prefix
 
     def remove(self, prefix: Prefix) -> None:
+        """Forget one parked prefix."""
         for digest in prefix.hashes:
             entries = self._blocks.get(digest)
             if entries is not None:

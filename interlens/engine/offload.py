@@ -8,13 +8,14 @@ a buffer is reused when its earlier copy has been drained into ordinary memory. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
+@runtime_checkable
 class Streams(Protocol):
     """The few stream operations used, so that their order can be recorded in a test."""
 
@@ -39,9 +40,11 @@ class CudaStreams:
         self._device = device
 
     def fork(self) -> None:
+        """Make the side stream wait for what the compute stream has queued."""
         self._side.wait_stream(torch.cuda.current_stream(self._device))
 
     def copy(self, target: Tensor, source: Tensor) -> Any:
+        """Queue a copy on the side stream; returns an event."""
         with torch.cuda.stream(self._side):
             target.copy_(source, non_blocking=True)
             source.record_stream(self._side)
@@ -50,6 +53,7 @@ class CudaStreams:
         return event
 
     def wait(self, event: Any) -> None:
+        """Block the host until the event has passed."""
         event.synchronize()
 
 

@@ -10,7 +10,7 @@ from ..interp.intervention import Intervention
 from ..interp.locate import layers_with, require_site, resolve_layers, site_width
 from ..interp.select import Select, TokenSequence
 from .forward import Forward
-from .request import Sampling
+from .request import Reply, Sampling
 from .rows import Edit, Row, Take, Ticket
 from .sampling import NoiseKey
 
@@ -112,6 +112,14 @@ def _take(model, sequence: TokenSequence, spec: CaptureSpec, order: int, interve
     )
 
 
+def reply_of(row: Row) -> Reply:
+    """The reply of a finished row, but for its records, its finish reason and its error."""
+    return Reply(
+        tokens=tuple(row.sequence.generated), sampling=row.request.sampling, phases=tuple(row.sequence.phases),
+        logprobs=row.logprobs or None, tokens_modified=modified(row, row.request.interventions), counters=row.counters,
+    )  # fmt: skip
+
+
 def modified(row: Row, interventions: Sequence[Intervention]) -> tuple[int, ...]:
     """Per intervention, how many positions of the finished sequence carry its edit."""
     return tuple(0 if spec.is_noop() else int(_mask_sum(spec.tokens, row.sequence)) for spec in interventions)
@@ -131,4 +139,4 @@ def unreached(row: Row) -> str | None:
 
 
 def _mask_sum(tokens: Select, sequence: TokenSequence) -> int:
-    return tokens.mask(sequence).sum()
+    return int(tokens.mask(sequence).sum())

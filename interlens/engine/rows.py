@@ -74,6 +74,8 @@ class Take:
 
 @dataclass(eq=False, kw_only=True)
 class Row:
+    """One live sequence: a request, the tokens it has so far, and what is edited and captured of it."""
+
     ticket: Ticket
     sequence: TokenSequence
     edits: tuple[Edit, ...]
@@ -107,6 +109,7 @@ class Row:
 
     @property
     def request(self) -> Request:
+        """What was asked for."""
         return self.ticket.request
 
     def signature(self, stop: int | None = None) -> np.ndarray:
@@ -121,6 +124,7 @@ class Row:
 
     @property
     def wants_forced_logprobs(self) -> bool:
+        """Whether log-probabilities of teacher-forced tokens are still to be scored."""
         return self.request.logprobs and self.request.forced is not None and self.reply is None
 
     @property
@@ -167,6 +171,14 @@ class Row:
         for values in self.logprobs.values():
             del values[self.num_drawn :]
 
+    def note_fed(self, start: int, stop: int, decoding: bool) -> None:
+        """Positions `start` to `stop` have been fed; what had been written before counts as computed again."""
+        again = max(0, min(self.written, stop) - start)
+        self.counters["recomputed_tokens"] += again
+        self.counters["decode_tokens" if decoding else "prefill_tokens"] += stop - start - again
+        self.fed = stop
+        self.written = max(self.written, stop)
+
     def note_logprobs(self, logprobs, entropy, sampling_logprob: float | None) -> None:
         """Append values in nats of one or more tokens."""
         values = logprobs.tolist()
@@ -189,6 +201,7 @@ class Row:
 
     @property
     def num_drawn(self) -> int:
+        """Tokens drawn so far."""
         return len(self.sequence) - self.sequence.num_prompt
 
     def first_taken(self, stop: int) -> int:

@@ -40,6 +40,7 @@ class NoiseKey:
         self._hash = hashlib.blake2b(text.encode(), digest_size=8)
 
     def at(self, step: int) -> int:
+        """The seed of the noise of one step."""
         stream = self._hash.copy()
         stream.update(step.to_bytes(8, "little"))
         return int.from_bytes(stream.digest(), "little", signed=True)

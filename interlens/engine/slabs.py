@@ -110,12 +110,15 @@ class Slabs(Cache):
     # What transformers asks of a cache. Positions and masks are always passed, so no model derives them from here.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of the window in use; transformers asks it of a cache."""
         return self.window.width if self.window else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(length, offset) of the keys that a mask covers; transformers asks it of a cache."""
         return (self.window.width if self.window else query_length), 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
+        """No limit: slabs grow; transformers asks it of a cache."""
         return -1
 
     def __len__(self) -> int:
@@ -123,6 +126,7 @@ class Slabs(Cache):
 
     @property
     def is_compileable(self) -> bool:
+        """No: widths change; transformers asks it of a cache."""
         return False
 
 

@@ -33,6 +33,7 @@ class Table:
 
     @property
     def prefilling(self) -> list[Row]:
+        """Rows whose prompt is being computed."""
         return [row for group in self.groups for row in group]
 
     @property

@@ -50,6 +50,7 @@ class Tables:
         self._kept: dict[tuple, tuple[tuple, dict[str, Tensor]]] = {}
 
     def parameters(self, where: tuple, layer: int, members: list[tuple[Row, Edit, np.ndarray]], like: Tensor):
+        """The stacked parameters of these edits, kept from step to step."""
         if any(edit.intervention.per_position for _, edit, _ in members):
             return _stack([_parameters(layer, *member) for member in members], members, like, True)
         identity = tuple((edit, len(at)) for _, edit, at in members)

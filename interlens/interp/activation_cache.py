@@ -27,6 +27,7 @@ __all__ = [
 Phase = Literal["prompt", "reasoning", "answer"]
 OffloadLocation = Literal["cpu"] | None
 Pool = Literal["mean", "last", "max"] | None
+_ALL = Select.all()
 POOLS = (None, "mean", "last", "max")
 
 
@@ -69,7 +70,7 @@ class ActivationRecord:
     """Selected rows above the capture's `max_norm`: they are in neither `tensor` nor `tokens`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class CaptureSpec:
     """What to capture: sites, layers (None: all that have the site), tokens, pooling, and from which forward.
 
@@ -87,26 +88,33 @@ class CaptureSpec:
     source: Literal["run", "clean"] = "run"
     max_norm: float | None = None
 
-    def __post_init__(self):
-        sites = (self.sites,) if isinstance(self.sites, str) else tuple(self.sites)
-        layers = (self.layers,) if isinstance(self.layers, int) else self.layers
+    def __init__(
+        self, sites: str | Sequence[str] = ("residual",), layers: int | Sequence[int] | None = None,
+        offload: str | None = "cpu", tokens: Select = _ALL, pool: str | None = None, source: str = "run",
+        max_norm: float | None = None,
+    ):  # fmt: skip
+        sites = tuple(dict.fromkeys((sites,) if isinstance(sites, str) else sites))
+        layers = (layers,) if isinstance(layers, int) else None if layers is None else tuple(layers)
         if not sites:
             raise ValueError("CaptureSpec names no site; give at least one")
         for site in sites:
             if site != PATTERN:
                 canonical_site(site)
-        if self.pool not in POOLS:
-            raise ValueError(f"no pool {self.pool!r}; possible: None, 'mean', 'last', 'max'")
-        if self.source not in ("run", "clean"):
-            raise ValueError(f"no source {self.source!r}; possible: 'run', 'clean'")
-        if self.max_norm is not None and not self.max_norm > 0:
-            raise ValueError(f"max_norm must be above 0, or None for no limit; got {self.max_norm!r}")
-        if self.offload not in ("cpu", None):
-            raise ValueError(f"cannot offload to {self.offload!r}; possible: 'cpu', None")
-        if not isinstance(self.tokens, Select):
-            raise ValueError(f"tokens must be a Select, got {self.tokens!r}")
-        object.__setattr__(self, "sites", tuple(dict.fromkeys(sites)))
-        object.__setattr__(self, "layers", None if layers is None else tuple(layers))
+        if pool not in POOLS:
+            raise ValueError(f"no pool {pool!r}; possible: None, 'mean', 'last', 'max'")
+        if source not in ("run", "clean"):
+            raise ValueError(f"no source {source!r}; possible: 'run', 'clean'")
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm must be above 0, or None for no limit; got {max_norm!r}")
+        if offload not in ("cpu", None):
+            raise ValueError(f"cannot offload to {offload!r}; possible: 'cpu', None")
+        if not isinstance(tokens, Select):
+            raise ValueError(f"tokens must be a Select, got {tokens!r}")
+        given = dict(
+            sites=sites, layers=layers, offload=offload, tokens=tokens, pool=pool, source=source, max_norm=max_norm
+        )
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
 
 
 def offload_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -151,6 +159,7 @@ class ActivationCache:
         self._indexes: dict[tuple[str, ...], dict[tuple, list[ActivationRecord]]] = {}
 
     def add(self, record: ActivationRecord) -> None:
+        """Add one record; moved as `offload` says."""
         self.add_batch([record])
 
     def add_batch(self, records: Iterable[ActivationRecord]) -> None:

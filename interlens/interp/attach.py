@@ -36,6 +36,7 @@ def registered(model: nn.Module) -> bool:
 
 
 def mark_registered(model: nn.Module, change: int) -> None:
+    """Count an intervention that a user registers (+1) or removes (-1)."""
     base = unwrap(model)
     _REGISTERED[base] = _REGISTERED.get(base, 0) + change
 
@@ -54,10 +55,12 @@ class Attachments:
         self.remove()
 
     def remove(self) -> None:
+        """Take every hook off again, the last one first."""
         while self.undo:
             self.undo.pop()()
 
     def add(self, place: Place, tap: Tap, note: Callable[[], None]) -> None:
+        """Let `tap` see and replace what stands at `place`; `note` is called whenever it is reached."""
         if place.owner not in self.shapes and place.site in (
             "router",
             "expert_mix",

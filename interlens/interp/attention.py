@@ -27,7 +27,7 @@ class AttentionPattern(NamedTuple):
 
 def attention_patterns(
     model: nn.Module,
-    input_ids: Int[Tensor, "row token"],
+    input_ids: Int[Tensor, "row token"] | Int[Tensor, " token"],
     layers: Sequence[int] | int | None = None,
     attention_mask: Tensor | None = None,
     offload: OffloadLocation = "cpu",

@@ -30,7 +30,7 @@ class CapturedSite(NamedTuple):
 
 def capture_activations(
     model: nn.Module,
-    input_ids: Int[Tensor, "row token"],
+    input_ids: Int[Tensor, "row token"] | Int[Tensor, " token"],
     spec: CaptureSpec,
     attention_mask: Tensor | None = None,
 ) -> list[CapturedSite]:
@@ -74,11 +74,8 @@ def capture_activations(
     result = []
     for number, (layer, site) in enumerate(keys):
         parts = flat[number * len(rows) : (number + 1) * len(rows)]
-        if attention_mask is not None:
-            tensor: Tensor | list[Tensor] = parts
-        else:
-            tensor = parts[0] if len(parts) == 1 else torch.stack(parts)
-        result.append(CapturedSite(layer, site, tensor))
+        whole = parts if attention_mask is not None else parts[0] if len(parts) == 1 else torch.stack(parts)
+        result.append(CapturedSite(layer, site, whole))
     return sorted(result + patterns, key=lambda captured: (captured.layer, order[captured.site]))
 
 

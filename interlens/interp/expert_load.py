@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from .routing import RoutingCapture
+
+Loads = Float[Tensor, "layer expert"] | Float[np.ndarray, "layer expert"]
 
 
 @dataclass(frozen=True)
@@ -95,24 +98,20 @@ def _distributions(p, q) -> tuple[Tensor, Tensor]:
     return p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
 
 
-def kl_divergence(
-    p: Float[Tensor, "layer expert"], q: Float[Tensor, "layer expert"], eps: float = 1e-8
-) -> Float[Tensor, " layer"]:
+def kl_divergence(p: Loads, q: Loads, eps: float = 1e-8) -> Float[Tensor, " layer"]:
     """KL(p || q) per layer [L], in nats; `eps` is added inside both logarithms, so that it is finite."""
     p, q = _distributions(p, q)
     return (p * ((p + eps).log() - (q + eps).log())).sum(-1)
 
 
-def js_divergence(p: Float[Tensor, "layer expert"], q: Float[Tensor, "layer expert"]) -> Float[Tensor, " layer"]:
+def js_divergence(p: Loads, q: Loads) -> Float[Tensor, " layer"]:
     """Jensen-Shannon divergence per layer [L], in nats: symmetric, 0 for equal, ln 2 for disjoint distributions."""
     p, q = _distributions(p, q)
     middle = (p + q) / 2
     return sum(torch.special.xlogy(x, x / middle.clamp_min(1e-300)).sum(-1) for x in (p, q)) / 2
 
 
-def topk_expert_overlap(
-    p: Float[Tensor, "layer expert"], q: Float[Tensor, "layer expert"], k: int = 8
-) -> Float[Tensor, " layer"]:
+def topk_expert_overlap(p: Loads, q: Loads, k: int = 8) -> Float[Tensor, " layer"]:
     """Share of the k most used experts that p and q have in common, per layer [L]; k is at most E."""
     p, q = _distributions(p, q)
     k = min(k, p.shape[-1])

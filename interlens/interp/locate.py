@@ -39,6 +39,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def num_layers(model: nn.Module) -> int:
+    """How many decoder layers the model has."""
     return len(decoder_layers(model))
 
 

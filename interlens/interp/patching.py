@@ -19,7 +19,7 @@ from .select import Layout, Select, TokenSequence
 from .sites import site_at
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class Patch:
     """Overwrite `site` of `layer` at absolute `positions` with `activations` [len(positions), D].
 
@@ -36,9 +36,11 @@ class Patch:
 
     per_position = True
 
-    def __post_init__(self):
-        positions = (self.positions,) if isinstance(self.positions, int) else tuple(int(p) for p in self.positions)
-        activations = torch.as_tensor(self.activations).detach()
+    def __init__(
+        self, activations: Tensor, layer: int, positions: int | Sequence[int], site: str = "residual", rank: int = 0
+    ):
+        positions = (positions,) if isinstance(positions, int) else tuple(int(p) for p in positions)
+        activations = torch.as_tensor(activations).detach()
         if activations.dim() != 2 or len(activations) != len(positions) or not positions:
             raise ValueError(
                 f"activations of shape {tuple(activations.shape)} for {len(positions)} positions; "
@@ -51,7 +53,7 @@ class Patch:
         if not bool(activations.isfinite().all()):
             raise ValueError("the activations of a patch must be finite")
         values = dict(
-            activations=activations, layer=int(self.layer), positions=positions, site=site_at(self.site, (self.layer,))
+            activations=activations, layer=int(layer), positions=positions, site=site_at(site, (layer,)), rank=rank
         )
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -78,10 +80,12 @@ class Patch:
 
     @property
     def layers(self) -> tuple[int, ...]:
+        """The one layer, as interventions have it."""
         return (self.layer,)
 
     @property
     def tokens(self) -> Select:
+        """The patched positions as a selection."""
         return Select.positions(*self.positions)
 
     # -- the protocol of interventions ------------------------------------------------------------
@@ -98,6 +102,7 @@ class Patch:
 
     @property
     def edit_key(self) -> Hashable:
+        """Patches of one rank are applied together."""
         return type(self)
 
     def __eq__(self, other: object) -> bool:
@@ -107,9 +112,11 @@ class Patch:
         return hash(self.fingerprint)
 
     def is_noop(self) -> bool:
+        """Never: a patch overwrites."""
         return False
 
     def check(self, num_layers: int, width: int) -> None:
+        """ValueError where width or layer do not fit the model."""
         if self.activations.shape[1] != width:
             raise ValueError(
                 f"patch values of width {self.activations.shape[1]} do not fit {self.site!r}, which is {width} wide"
@@ -129,15 +136,18 @@ class Patch:
         return absolute
 
     def parameters(self, layer: int, positions: np.ndarray, num_prompt: int | None = None) -> Mapping[str, Tensor]:
+        """The values [n, D] for these absolute positions."""
         if num_prompt is None and min(self.positions) < 0:
             raise ValueError("a patch with negative positions needs num_prompt")
         row_of = {position: row for row, position in enumerate(self.required_positions(num_prompt or 0))}
         return {"values": self.activations[[row_of[int(position)] for position in positions]]}
 
     def edit(self, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        """The hidden states with the given activations in their place."""
         return parameters["values"].to(hidden.dtype).expand_as(hidden).clone()
 
     def summary(self) -> dict[str, Any]:
+        """Plain values for a message's metadata."""
         return {
             "site": self.site,
             "layer": self.layer,

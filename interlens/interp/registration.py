@@ -30,6 +30,7 @@ class Registration:
         self._undo = undo
 
     def remove(self) -> None:
+        """Take the interventions off the model."""
         while self._undo:
             self._undo.pop()()
 

@@ -28,6 +28,8 @@ from .registration import Registration, register
 from .select import Select
 from .sites import Locator, Place
 
+_ALL = Select.all()
+
 
 class _Capture(NamedTuple):
     layer: int
@@ -181,7 +183,7 @@ def _score_function(router: nn.Module) -> str:
     return "sigmoid" if "sigmoid" in names.seen else "softmax"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class RouterSteeringSpec:
     """Add coef x bias [layers, E] (or [E] for one layer) to router logits before the router selects."""
 
@@ -194,17 +196,17 @@ class RouterSteeringSpec:
     rank = 1
     per_position = False
 
-    def __post_init__(self):
-        layers = (self.layers,) if isinstance(self.layers, int) else tuple(int(layer) for layer in self.layers)
-        bias = torch.as_tensor(self.bias).detach().to(torch.float32, copy=True).cpu()
+    def __init__(self, bias: Tensor, layers: int | Sequence[int], coef: float = 1.0, tokens: Select = _ALL):
+        layers = (layers,) if isinstance(layers, int) else tuple(int(layer) for layer in layers)
+        bias = torch.as_tensor(bias).detach().to(torch.float32, copy=True).cpu()
         bias = bias[None] if bias.dim() == 1 else bias
         if layers and min(layers) < 0:
             raise ValueError(f"name true (non-negative) layers, got {list(layers)}")
         if not layers or bias.dim() != 2 or len(bias) != len(layers) or len(set(layers)) != len(layers):
             raise ValueError(f"bias of shape {tuple(bias.shape)} for layers {list(layers)}; it must be [layers, E]")
-        if not bool(bias.isfinite().all()) or not np.isfinite(float(self.coef)):
+        if not bool(bias.isfinite().all()) or not np.isfinite(float(coef)):
             raise ValueError("bias and coef must be finite")
-        for name, value in dict(bias=bias, layers=layers, coef=float(self.coef)).items():
+        for name, value in dict(bias=bias, layers=layers, coef=float(coef), tokens=tokens).items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -237,27 +239,34 @@ class RouterSteeringSpec:
 
     @property
     def edit_key(self) -> Hashable:
+        """All router biases are applied together."""
         return type(self)
 
     def is_noop(self) -> bool:
+        """Whether it changes nothing: coef 0, or a bias of zeros."""
         return self.coef == 0 or not bool(self.bias.any())
 
     def check(self, num_layers: int, width: int) -> None:
+        """ValueError where the number of experts or the layers do not fit the model."""
         if self.bias.shape[1] != width:
             raise ValueError(f"a bias over {self.bias.shape[1]} experts does not fit a router over {width}")
         if not all(layer < num_layers for layer in self.layers):
             raise ValueError(f"layers {list(self.layers)}: this model has layers 0 to {num_layers - 1}")
 
     def required_positions(self, num_prompt: int) -> tuple[int, ...]:
+        """None: it acts wherever it selects."""
         return ()
 
     def parameters(self, layer: int, positions: np.ndarray, num_prompt: int | None = None) -> Mapping[str, Tensor]:
+        """The scaled bias of a layer: [1, E]."""
         return {"bias": self.coef * self.bias[self.layers.index(layer)][None]}
 
     def edit(self, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Router logits with each row's bias added."""
         return hidden + parameters["bias"].to(hidden.dtype)
 
     def summary(self) -> dict[str, Any]:
+        """Plain values for a message's metadata."""
         return {
             "mode": "router",
             "site": "router",

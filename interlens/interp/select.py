@@ -50,13 +50,16 @@ class TokenSequence:
 
     @property
     def generated(self) -> list[int]:
+        """The ids after the prompt."""
         return self.ids[self.num_prompt :]
 
     def append(self, token: int) -> None:
+        """Add a generated token."""
         self.ids.append(token)
         self.phases.append(self._tracker.feed(token))
 
     def phase_at(self, position: int) -> str:
+        """The phase of the token at a position."""
         return "prompt" if position < self.num_prompt else self.phases[position - self.num_prompt]
 
 

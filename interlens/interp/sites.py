@@ -216,9 +216,11 @@ class Locator:
         return full if place.point.columns is None else len(place.point.columns(place.owner, full))
 
     def layers_with(self, site: str) -> tuple[int, ...]:
+        """Layers at which canonical `site` is; root sites have one."""
         return tuple(layer for layer in self.home(site) if self.place(site, layer) is not None)
 
     def sites(self) -> tuple[str, ...]:
+        """Canonical names of the sites that at least one layer has."""
         return tuple(site for site in SITES if self.layers_with(site))
 
 

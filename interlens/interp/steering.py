@@ -20,9 +20,10 @@ from .sites import site_at
 
 MODES = ("add", "ablate", "norm_add", "replace")
 Direction = Tensor | Mapping[int, Tensor]
+_ALL = Select.all()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class SteeringSpec:
     """Edit `site` of `layers` along `direction`, [D] or {layer: [D]} (any device or dtype; copied).
 
@@ -41,31 +42,24 @@ class SteeringSpec:
     rank = 1
     per_position = False
 
-    def __post_init__(self):
-        if self.mode not in MODES:
-            raise ValueError(f"no steering mode {self.mode!r}; possible: {', '.join(MODES)}")
-        if not isinstance(self.tokens, Select):
-            raise ValueError(f"tokens must be a Select, got {self.tokens!r}")
-        coef = float(self.coef)
-        if not np.isfinite(coef):
-            raise ValueError(f"coef must be finite, got {self.coef!r}")
-        layers = (self.layers,) if isinstance(self.layers, int) else tuple(int(layer) for layer in self.layers)
-        if not layers or len(set(layers)) != len(layers):
-            raise ValueError(f"layers must name each layer once and at least one, got {self.layers!r}")
-        if isinstance(self.direction, Mapping):
-            missing = [layer for layer in layers if layer not in self.direction]
-            if missing or min(layers) < 0:
-                raise ValueError(
-                    f"directions are given for layers {sorted(self.direction)}, but layers={list(layers)}; "
-                    "name true (non-negative) layers that have a direction"
-                )
-            direction: Direction = {layer: _checked(self.direction[layer], f" of layer {layer}") for layer in layers}
-            widths = {value.shape[0] for value in direction.values()}
-            if len(widths) > 1:
-                raise ValueError(f"directions of different widths {sorted(widths)} in one spec")
-        else:
-            direction = _checked(self.direction, "")
-        for name, value in dict(direction=direction, layers=layers, coef=coef, site=site_at(self.site, layers)).items():
+    def __init__(
+        self, direction: Direction, layers: int | Sequence[int], coef: float = 1.0, mode: str = "add",
+        site: str = "residual", tokens: Select = _ALL,
+    ):  # fmt: skip
+        if mode not in MODES:
+            raise ValueError(f"no steering mode {mode!r}; possible: {', '.join(MODES)}")
+        if not isinstance(tokens, Select):
+            raise ValueError(f"tokens must be a Select, got {tokens!r}")
+        if not np.isfinite(float(coef)):
+            raise ValueError(f"coef must be finite, got {coef!r}")
+        names = (layers,) if isinstance(layers, int) else tuple(int(layer) for layer in layers)
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"layers must name each layer once and at least one, got {layers!r}")
+        values = dict(
+            direction=_directions(direction, names), layers=names, coef=float(coef), mode=mode,
+            site=site_at(site, names), tokens=tokens,
+        )  # fmt: skip
+        for name, value in values.items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -111,6 +105,7 @@ class SteeringSpec:
 
     @property
     def edit_key(self) -> Hashable:
+        """Specs of one mode are applied together."""
         return (type(self), self.mode)
 
     def __eq__(self, other: object) -> bool:
@@ -120,9 +115,11 @@ class SteeringSpec:
         return hash(self.fingerprint)
 
     def is_noop(self) -> bool:
+        """Whether it changes nothing: coef 0 in every mode but `replace`."""
         return self.coef == 0 and self.mode != "replace"
 
     def check(self, num_layers: int, width: int) -> None:
+        """ValueError where width or layers do not fit the model."""
         given = self.vector(self.layers[0]).shape[0]
         if given != width:
             raise ValueError(f"a direction of {given} values does not fit {self.site!r}, which is {width} wide here")
@@ -131,15 +128,18 @@ class SteeringSpec:
                 raise ValueError(f"no layer {layer}: this model has layers 0 to {num_layers - 1}")
 
     def required_positions(self, num_prompt: int) -> tuple[int, ...]:
+        """None: it acts wherever it selects."""
         return ()
 
     def parameters(self, layer: int, positions: np.ndarray, num_prompt: int | None = None) -> Mapping[str, Tensor]:
+        """The shift, or the unit vector and the coefficient, of a layer: [1, D]."""
         vector = self.vector(layer)
         if self.mode == "add":
             return {"shift": (self.coef * vector)[None]}
         return {"unit": (vector / vector.norm())[None], "coef": torch.tensor([[self.coef]], dtype=vector.dtype)}
 
     def edit(self, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Hidden states moved along each row's direction."""
         if self.mode == "add":
             return hidden + parameters["shift"].to(hidden.dtype)
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -151,6 +151,7 @@ class SteeringSpec:
         return (h + change * unit).to(hidden.dtype)
 
     def summary(self) -> dict[str, Any]:
+        """Plain values for a message's metadata."""
         norms = [float(self.vector(layer).norm()) for layer in self.layers]
         return {
             "mode": self.mode,
@@ -203,6 +204,23 @@ class SteeringSpec:
             else:
                 direction = {layer: file.get_tensor(f"{site}.{layer}") for layer in facts["layers"]}
         return cls(direction, facts["layers"], facts["coef"], facts["mode"], site, Select.parse(facts["tokens"]))
+
+
+def _directions(direction: Direction, layers: tuple[int, ...]) -> Direction:
+    """Checked copies: one vector, or one of each of `layers`."""
+    if not isinstance(direction, Mapping):
+        return _checked(direction, "")
+    missing = [layer for layer in layers if layer not in direction]
+    if missing or min(layers) < 0:
+        raise ValueError(
+            f"directions are given for layers {sorted(direction)}, but layers={list(layers)}; "
+            "name true (non-negative) layers that have a direction"
+        )
+    found = {layer: _checked(direction[layer], f" of layer {layer}") for layer in layers}
+    widths = {value.shape[0] for value in found.values()}
+    if len(widths) > 1:
+        raise ValueError(f"directions of different widths {sorted(widths)} in one spec")
+    return found
 
 
 def _checked(direction: Any, where: str) -> Tensor:

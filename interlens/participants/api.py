@@ -13,13 +13,14 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import APIFailed, BudgetExceeded
 from ..message import Message
 from ..reasoning import split_text
+from ..templating import ContextItem
 from ..tools import ToolRegistry, as_tools, entry
 from ..views.view import ViewMessage
 from ..work import Ask, Steps
@@ -77,7 +78,7 @@ class APIParticipant(Participant):
         max_new_tokens: int = 512, seed: int | None = None, tools: Any = (), max_tool_iters: int = 4,
         timeout_s: float = 60.0, max_retries: int = 5, max_in_flight: int = 8, backoff_s: float = 0.5,
         prices: Prices | None = None, max_cost: float | None = None, max_tokens_total: int | None = None,
-        system_prompt: Any = None, private_context: tuple = (), context_limit: int | None = None,
+        system_prompt: Any = None, private_context: Iterable[ContextItem] = (), context_limit: int | None = None,
         count_tokens: Callable[[list[dict], list[dict]], int] | float | None = None,
         extra: dict[str, Any] | None = None,
     ):  # fmt: skip
@@ -106,6 +107,7 @@ class APIParticipant(Participant):
         self._line = _Line(api_key, max_in_flight)
 
     def clone(self) -> APIParticipant:
+        """A copy for another conversation; usage, connection and limits are shared."""
         other = copy.copy(self)  # usage is shared, and so are the connection and its limits
         other._line = self._line
         other.extra = dict(self.extra)
@@ -116,6 +118,7 @@ class APIParticipant(Participant):
         self._line.stopped = True
 
     def needs(self) -> str:
+        """The API, the model, and its key."""
         where = f" at {self.base_url}" if self.base_url else ""
         return f"API {self.provider}, model {self.model_id!r}{where}, and its key"
 
@@ -128,6 +131,7 @@ class APIParticipant(Participant):
 
     # -- a turn -----------------------------------------------------------------------------------------------------
     def turn(self, view: Any, request: Any) -> Steps:
+        """Ask the API, run the tools it calls, and ask again, at most `max_tool_iters` times."""
         registry, trail, spent, generated = ToolRegistry(view.tools), [], Usage(), 0
         for round_ in range(self.max_tool_iters + 1 if view.tools else 1):
             query = self._query(view, request, round_)
@@ -149,6 +153,7 @@ class APIParticipant(Participant):
         return self._message(answer, query, request, trail, spent)
 
     def can_count(self) -> bool:
+        """Whether `count_tokens` was given."""
         return self.counter is not None
 
     def count_tokens(self, view: Any) -> int:

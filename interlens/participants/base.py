@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 from ..message import Message
+from ..templating import ContextItem
+from ..tools import Tool
+from ..views.render import Rendered
 from ..views.view import View
 from ..work import Ask, Steps, TurnRequest
 
@@ -19,7 +23,7 @@ class Participant:
     capturable: bool = False
     """Whether capture, interventions and logprobs can be served."""
     system_prompt: Any = None
-    private_context: tuple = ()
+    private_context: tuple[ContextItem, ...] = ()
     seed: int | None = None
     has_prompt: bool = False
     """Whether what it is shown becomes a prompt of limited length, so that context policies have their say. If so, it
@@ -27,6 +31,20 @@ class Participant:
     context_limit: int | None = None
     """Tokens of prompt and reply that it can take; None: not known."""
     max_new_tokens: int = 0
+    tools: tuple[Tool, ...] = ()
+
+    @property
+    def num_layers(self) -> int | None:
+        """Decoder layers of its model; None: it has none, or they are not known."""
+        return None
+
+    def outline(self) -> Any:
+        """Its model, or the architecture without weights; None: there is none, or it is not known yet."""
+        return None
+
+    def render(self, view: View, generate: bool = True) -> Rendered:
+        """The view as its model is fed it. ValueError for a participant without a chat template."""
+        raise ValueError(f"{self.name!r} is a {type(self).__name__}: it has no chat template, see conv.view(...)")
 
     def can_count(self) -> bool:
         """Whether `count_tokens` can be asked."""
@@ -36,7 +54,14 @@ class Participant:
         """Prompt tokens of a view."""
         raise NotImplementedError(f"{type(self).__name__} has a prompt and must implement count_tokens(view)")
 
-    def __init__(self, name: str, *, system_prompt: Any = None, private_context: tuple = (), seed: int | None = None):
+    def __init__(
+        self,
+        name: str,
+        *,
+        system_prompt: Any = None,
+        private_context: Iterable[ContextItem] = (),
+        seed: int | None = None,
+    ):
         if not name or not isinstance(name, str):
             raise ValueError(f"a participant's name is a non-empty string, got {name!r}")
         self.name = name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,7 @@ from ..message import Fed, Message, plain
 from ..preview import skeleton
 from ..reasoning import Markers, phases_of, reasoning_text, split_reply
 from ..sources import kind
+from ..templating import ContextItem
 from ..tools import ToolRegistry, as_tools, entry
 from ..views.render import render
 from ..views.template import template_of
@@ -50,7 +51,7 @@ class ModelParticipant(Participant):
         self, name: str, weights: Weights, *, temperature: float = 0.8, top_p: float | None = 0.95,
         top_k: int | None = None, max_new_tokens: int = 512, seed: int | None = None,
         thinking: bool | str | tuple[str, str] = "auto", tools: Any = (), max_tool_iters: int = 4, steering: Any = None,
-        adapter: str | None = None, system_prompt: Any = None, private_context: tuple = (),
+        adapter: str | None = None, system_prompt: Any = None, private_context: Iterable[ContextItem] = (),
     ):  # fmt: skip
         super().__init__(name, system_prompt=system_prompt, private_context=private_context, seed=seed)
         if isinstance(thinking, (list, tuple)):
@@ -74,10 +75,12 @@ class ModelParticipant(Participant):
     # -- what it runs on --------------------------------------------------------------------------------------------
     @property
     def model(self) -> Any:
+        """The loaded model, with its adapter attached."""
         return self.weights.get(self.adapter).model
 
     @property
     def tokenizer(self) -> Any:
+        """The model's tokenizer."""
         return self.weights.get(self.adapter).tokenizer
 
     @property
@@ -87,6 +90,7 @@ class ModelParticipant(Participant):
 
     @property
     def template(self):
+        """The chat template, with what is known of it."""
         return template_of(self.tokenizer)
 
     @property
@@ -150,6 +154,7 @@ class ModelParticipant(Participant):
         return last
 
     def clone(self) -> ModelParticipant:
+        """A copy for another conversation: weights are shared, settings are not."""
         other = copy.copy(self)
         other._rendered = None
         other.private_context = tuple(self.private_context)
@@ -157,11 +162,13 @@ class ModelParticipant(Participant):
         return other
 
     def needs(self) -> str:
+        """The model and the adapter, by name."""
         adapter = f" with adapter {self.adapter!r}" if self.adapter else ""
         return f"model {self.weights.source or '(an unnamed loaded model)'!r}{adapter}"
 
     # -- a turn -----------------------------------------------------------------------------------------------------
     def turn(self, view: Any, request: TurnRequest) -> Steps:
+        """Generate, run the tools that the reply calls, and generate again, at most `max_tool_iters` times."""
         registry, trail, spent = ToolRegistry(view.tools), [], 0
         family = family_of(self.template.source, self.template.takes_tools) if view.tools else None
         for round_ in range(self.max_tool_iters + 1 if view.tools else 1):
@@ -214,10 +221,12 @@ class Generation:
 
     @cached_property
     def phases(self) -> tuple[str, ...]:
+        """Phase of each generated token."""
         return tuple(self.reply.phases) or phases_of(self.reply.tokens, self.asked.layout.markers)
 
     @cached_property
     def fed(self) -> Fed:
+        """The tokens as they were fed and generated, for the message."""
         return Fed(
             prompt=self.asked.tokens, generated=tuple(self.reply.tokens), phases=self.phases, layout=self.asked.layout,
             template_hash=self.template.hash,
@@ -225,10 +234,12 @@ class Generation:
 
     @cached_property
     def raw(self) -> str:
+        """The whole reply as text, special tokens included."""
         return self.participant.tokenizer.decode(list(self.reply.tokens), skip_special_tokens=False)
 
     @cached_property
     def halves(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(reasoning, answer) tokens, without the stop token."""
         tokens = tuple(self.reply.tokens)
         if tokens and tokens[-1] in self.asked.sampling.stop_ids:
             tokens = tokens[:-1]
@@ -256,6 +267,7 @@ class Generation:
         return [own, *(ViewMessage(role="tool", content=r["result"], author=r["name"]) for r in results)]
 
     def message(self, content: str, trail: list, finish_reason: str) -> Message:
+        """The message that the turn's last generation becomes, with its metadata and records."""
         sampling, reply = self.asked.sampling, self.reply
         metadata: dict[str, Any] = {
             "raw_completion": self.raw,

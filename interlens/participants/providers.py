@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ..calls import Call
 
@@ -49,6 +49,7 @@ class Query:
     """Passed on to the SDK's call as it is."""
 
 
+@runtime_checkable
 class Provider(Protocol):
     """An API behind its official SDK."""
 
@@ -68,6 +69,7 @@ class OpenAI:
     key_variable = "OPENAI_API_KEY"
 
     def client(self, *, api_key, base_url, timeout_s):
+        """The SDK's client."""
         import os
 
         from openai import DefaultHttpxClient
@@ -84,6 +86,7 @@ class OpenAI:
         return made
 
     def ask(self, client, query):
+        """One chat completion."""
         options: dict[str, Any] = {"temperature": query.temperature, "top_p": query.top_p, "seed": query.seed}
         options = {k: v for k, v in options.items() if v is not None}
         if query.tools:
@@ -130,6 +133,7 @@ class Anthropic:
     """Anthropic's messages API."""
 
     def client(self, *, api_key, base_url, timeout_s):
+        """The SDK's client."""
         from anthropic import Anthropic as Client
         from anthropic import DefaultHttpxClient
 
@@ -140,6 +144,7 @@ class Anthropic:
         return made
 
     def ask(self, client, query):
+        """One message."""
         system = "\n\n".join(m["content"] for m in query.messages if m["role"] == "system")
         options: dict[str, Any] = {"system": system} if system else {}
         if query.temperature is not None:  # the API takes one of the two, and newer SDKs no longer name them

@@ -23,6 +23,7 @@ class ScriptedParticipant(Participant):
             raise ValueError(f"scripted participant {name!r} has no lines; give at least one")
 
     def reply(self, view, request) -> Message:
+        """The next line. IndexError after the last one if they do not begin again."""
         n = sum(m.role == "assistant" and m.index is not None for m in view)
         if n >= len(self.lines) and not self.cycle:
             raise IndexError(
@@ -31,6 +32,7 @@ class ScriptedParticipant(Participant):
         return Message(self.name, self.lines[n % len(self.lines)], {"finish_reason": "stop"})
 
     def turn(self, view, request):
+        """The next line, without a thread."""
         return self.reply(view, request)  # nothing to wait for
         yield
 
@@ -43,6 +45,7 @@ class HumanParticipant(Participant):
         self.ask = ask
 
     def reply(self, view, request) -> Message:
+        """What the person says."""
         return Message(self.name, (self.ask or _terminal)(view), {"finish_reason": "stop"})
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..adapters import attached
-from ..engine.engine import engine_for
+from ..engine.shared import engine_for
 
 
 class Weights:
@@ -52,6 +52,7 @@ class Weights:
         return bool(self._loaded) or self._model is not None or self._engine is not None
 
     def engine(self, adapter: str | None = None) -> Any:
+        """The engine of the model, shared by everybody who uses it; or the one that was given."""
         if self._engine is not None:
             return self._engine
         return engine_for(self.get(adapter).model)

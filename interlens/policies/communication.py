@@ -49,6 +49,7 @@ class RoundRobinPolicy(CommunicationPolicy):
         self.first = first
 
     def next_speaker(self, conversation):
+        """Whoever comes after the last speaker in the participants' order."""
         names = [p.name for p in conversation.participants]
         first = None if self.first is None else conversation.participant(self.first).name
         return _next_in(names, conversation, first)
@@ -65,9 +66,11 @@ class DirectPipingPolicy(CommunicationPolicy):
         return [conversation.participant(name).name for name in chain]
 
     def next_speaker(self, conversation):
+        """Whoever comes after the last speaker in the chain."""
         return _next_in(self._order(conversation), conversation, None)
 
     def visible(self, conversation, index, message, pov):
+        """Messages of the one before in the chain, and of the moderator."""
         order = self._order(conversation)
         if message.author not in order or pov not in order:
             return message.author == conversation.moderator_name
@@ -95,16 +98,20 @@ class MessagingPolicy(CommunicationPolicy):
         return [conversation.participant(name).name for name in names]
 
     def next_speaker(self, conversation):
+        """Whoever comes after the last speaker among the agents."""
         return _next_in(self._order(conversation), conversation, None)
 
     def visible(self, conversation, index, message, pov):
+        """The moderator's messages; to those who are no agents, all."""
         return message.author == conversation.moderator_name or pov not in self._order(conversation)
 
     def begins(self, conversation, pov):
+        """Forget what an unfinished turn of `pov` sent and read."""
         # what an unfinished turn left behind; in place, as tools hold on to the list
         self._pending[:] = [entry for entry in self._pending if entry[1] != pov]
 
     def tools(self, conversation, pov):
+        """`send_message` and `read_messages`, for agents."""
         names = self._order(conversation)
         if pov not in names:
             return ()
@@ -136,6 +143,7 @@ class MessagingPolicy(CommunicationPolicy):
         return (Tool.from_function(send_message), Tool.from_function(read_messages))
 
     def spoken(self, conversation, message):
+        """Deliver what the turn sent, and take away what it read."""
         done = [e for e in self._pending if e[1] == message.author]
         if done:
             self._before.append((len(conversation.transcript) - 1, {k: list(v) for k, v in self.boxes.items()}))
@@ -147,5 +155,6 @@ class MessagingPolicy(CommunicationPolicy):
         self.begins(conversation, message.author)
 
     def rewound(self, conversation):
+        """Boxes as they were before the messages that are gone."""
         while self._before and self._before[-1][0] >= len(conversation.transcript):
             self.boxes = self._before.pop()[1]

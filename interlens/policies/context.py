@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ..errors import ContextOverflow
 from ..read_only import read_only
@@ -30,15 +30,18 @@ class Room:
     conversation: LimitedConversation
 
     def fits(self, view: View) -> bool:
+        """Whether the view's prompt and the reply fit the limit."""
         return self.limit is None or self.count(view) + self.budget <= self.limit
 
     def overflow(self, view: View, advice: str) -> ContextOverflow:
+        """The error that says by how much a view does not fit, and what to do."""
         return ContextOverflow(
             f"{self.participant.name}'s prompt of {self.count(view)} tokens and a reply of up to {self.budget} do not "
             f"fit a context of {self.limit}; {advice}"
         )
 
 
+@runtime_checkable
 class LimitedConversation(ReadableConversation, Protocol):
     """What fitting a view needs of its conversation."""
 
@@ -99,6 +102,7 @@ class ErrorPolicy(ContextPolicy):
     """Raises ContextOverflow."""
 
     def fit(self, view, room):
+        """The view as it is, or ContextOverflow."""
         if not room.fits(view):
             raise room.overflow(
                 view, "lower max_new_tokens, or use DropOldestPolicy, SlidingWindowPolicy or SummarizePolicy"
@@ -113,6 +117,7 @@ class DropOldestPolicy(ContextPolicy):
     counts = True
 
     def fit(self, view, room):
+        """The view without its oldest messages."""
         if room.fits(view):
             return view
         loose = _loose(view)
@@ -138,6 +143,7 @@ class SlidingWindowPolicy(ContextPolicy):
             raise ValueError(f"keep_last must be at least 1, got {self.keep_last}")
 
     def fit(self, view, room):
+        """The view with its last messages only."""
         turn = [n for n, m in enumerate(view) if m.role == "tool" or m.in_tools or m.calls]  # what is going on stays
         loose = _loose(view) if self.keep_system else [n for n in range(len(view)) if n not in turn]
         view = _without(view, loose[: -self.keep_last])
@@ -163,6 +169,7 @@ class SummarizePolicy(ContextPolicy):
     counts = True
 
     def fit(self, view, room):
+        """The view with a summary in place of its oldest messages."""
         if room.fits(view):
             return view
         loose = _loose(view)

@@ -31,6 +31,7 @@ class TurnStopCondition(StopCondition):
     _turns: int = field(default=0, repr=False)
 
     def check(self, conversation, message):
+        """The reason, once enough turns were committed."""
         self._turns += message is not None
         return f"{self._turns} turns" if self._turns >= self.max_turns else None
 
@@ -43,6 +44,7 @@ class TokenStopCondition(StopCondition):
     _tokens: int = field(default=0, repr=False)
 
     def check(self, conversation, message):
+        """The reason, once enough tokens were generated."""
         self._tokens += num_tokens(message)
         return f"{self._tokens} tokens" if self._tokens >= self.max_tokens else None
 
@@ -55,6 +57,7 @@ class ElapsedTimeStopCondition(StopCondition):
     _start: float | None = field(default=None, repr=False)
 
     def check(self, conversation, message):
+        """The reason, once the time has passed."""
         self._start = time.monotonic() if self._start is None else self._start
         passed = time.monotonic() - self._start
         return f"{self.seconds} s elapsed" if passed >= self.seconds else None
@@ -72,6 +75,7 @@ class StopStringCondition(StopCondition):
             raise ValueError("an empty stop string is in every message; give a longer one")
 
     def check(self, conversation, message):
+        """The reason, once a message has one of the strings."""
         found = next((s for s in self.strings if message is not None and s in message.content), None)
         return f"stop string {found!r}" if found is not None else None
 
@@ -86,10 +90,12 @@ class AnyStopCondition(StopCondition):
         self.conditions = [c for c in map(condition, self.conditions) if c is not None]
 
     def check(self, conversation, message):
+        """The first reason that one of them has."""
         reasons = [c.check(conversation, message) for c in self.conditions]
         return next((r for r in reasons if r), None)
 
     def turn_limit(self, conversation):
+        """The smallest limit that one of them has."""
         return least(c.turn_limit(conversation) for c in self.conditions)
 
 
@@ -102,11 +108,13 @@ class TokenBudget(StopCondition):
     _spent: int = field(default=0, repr=False)
 
     def check(self, conversation, message):
+        """The reason, once the budget is spent."""
         self._spent += num_tokens(message)
         done = self.per_conversation is not None and self._spent >= self.per_conversation
         return f"token budget {self.per_conversation} spent" if done else None
 
     def turn_limit(self, conversation):
+        """What is left of the budget, and at most `per_turn`."""
         left = None if self.per_conversation is None else self.per_conversation - self._spent
         return least((left, self.per_turn))
 

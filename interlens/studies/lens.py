@@ -25,7 +25,11 @@ class LensTable(NamedTuple):
 
 
 def lens_table(
-    model: nn.Module, input_ids: Int[Tensor, " token"], *, layers: Sequence[int] | None = None, top: int = 5
+    model: nn.Module,
+    input_ids: Int[Tensor, " token"] | Int[Tensor, "1 token"],
+    *,
+    layers: Sequence[int] | None = None,
+    top: int = 5,
 ) -> LensTable:
     """The logit lens on every layer's `residual` of one prompt, [S] or [1, S]: one forward and one head per layer."""
     ids = torch.as_tensor(input_ids).reshape(1, -1)

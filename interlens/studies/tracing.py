@@ -19,8 +19,8 @@ Metric = Callable[[Float[Tensor, "one token vocab"]], Tensor | float]
 
 def causal_trace(
     model: nn.Module,
-    clean_ids: Int[Tensor, " token"],
-    corrupt_ids: Int[Tensor, " token"],
+    clean_ids: Int[Tensor, " token"] | Int[Tensor, "1 token"],
+    corrupt_ids: Int[Tensor, " corrupt_token"] | Int[Tensor, "1 corrupt_token"],
     metric: Metric,
     *,
     site: str = "residual",

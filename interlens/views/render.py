@@ -28,6 +28,7 @@ class Rendered:
 
     @cached_property
     def ids(self) -> tuple[int, ...]:
+        """The token ids that the model is fed."""
         return self.tokens.ids
 
     @cached_property

@@ -48,12 +48,14 @@ class Tokens:
 
     @property
     def ids(self) -> tuple[int, ...]:
+        """The token ids."""
         made: list[int] = []
         for chunk in self.chunks:
             made += chunk
         return tuple(made)
 
     def add(self, ids: tuple[int, ...]) -> None:
+        """Add a piece of text or of tokens."""
         self.chunks.append(ids)
         self.length += len(ids)
 

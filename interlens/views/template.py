@@ -201,6 +201,7 @@ class Template:
 
     @cached_property
     def takes_system(self) -> bool:
+        """Whether a conversation may begin with a system message."""
         return self.takes("system", "user") and self.takes("system", "user", "assistant", "user")
 
     @cached_property
@@ -219,6 +220,7 @@ class Template:
 
     @cached_property
     def takes_system_alone(self) -> bool:
+        """Whether the template accepts a system message with nothing after it."""
         return self.takes("system")
 
     @cached_property

@@ -87,6 +87,7 @@ class View(Sequence):
         return made
 
     def with_messages(self, messages) -> View:
+        """The same view with other messages."""
         return replace(self, messages=tuple(messages))
 
 

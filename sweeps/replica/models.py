@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from interlens import loading
-from interlens.engine.engine import engine_for
+from interlens.engine import engine_for
 from interlens.loading import weights_hash
 from interlens.participants import APIParticipant
 from interlens.participants.api import Prices

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from interlens.engine.engine import Engine, engine_for
+from interlens.engine import Engine, engine_for
 from interlens.engine.request import Request, Sampling
 from interlens.errors import HookDidNotFire, NonFinite, UnsupportedIntervention
 from interlens.interp import CaptureSpec, Select, SteeringSpec

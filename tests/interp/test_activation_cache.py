@@ -171,8 +171,9 @@ def test_capture_specs_are_normal_and_checked():
         (dict(pool="median"), "'median'"),
         (dict(source="both"), "'both'"),
         (dict(offload="disk"), "'disk'"),
-        (dict(tokens="answer"), "must be a Select"),
     ]:
         with pytest.raises(ValueError, match=why):
             CaptureSpec(**arguments)
+    with pytest.raises((ValueError, TypeError), match="Select"):  # a TypeError where annotations are checked
+        CaptureSpec(tokens="answer")
     assert CaptureSpec(tokens=Select.prompt()).tokens == Select.prompt()

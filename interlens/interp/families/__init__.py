@@ -37,10 +37,12 @@ class Point:
 
 
 def out(path: str, **options) -> Point:
+    """The output of the module at `path`."""
     return Point(path=path, end="out", **options)
 
 
 def into(path: str, **options) -> Point:
+    """The input of the module at `path`."""
     return Point(path=path, end="in", **options)
 
 
@@ -56,6 +58,7 @@ class Family:
     """Site -> why this family does not have it."""
 
     def candidates(self, site: str) -> tuple[Point, ...]:
+        """The points at which a site may be, to be tried in order."""
         found = self.points.get(site, ())
         return found if isinstance(found, tuple) else (found,)
 

@@ -7,6 +7,8 @@ from .llama import PRE_NORM, ROOT, STREAM
 
 
 def phi3_columns(part: int):
+    """Columns of q, k or v in a fused projection that has them side by side."""
+
     def columns(layer, width: int):
         attention = layer.self_attn
         key = attention.num_key_value_heads * attention.head_dim
@@ -17,6 +19,8 @@ def phi3_columns(part: int):
 
 
 def neox_columns(part: int):
+    """Columns of q, k or v in a fused projection that interleaves them by head."""
+
     def columns(layer, width: int):
         return torch.arange(width).view(-1, 3, layer.attention.head_size)[:, part].reshape(-1)
 
@@ -36,10 +40,12 @@ def falcon_columns(part: int):
 
 
 def sequential(config) -> bool:
+    """Whether attention and MLP come one after the other."""
     return not config.use_parallel_residual
 
 
 def falcon_sequential(config) -> bool:
+    """Whether a Falcon's attention and MLP come one after the other."""
     return not (config.parallel_attn or config.new_decoder_architecture)
 
 

@@ -6,6 +6,7 @@ from . import Family, into, out
 
 
 def third(index: int):
+    """Columns of one of three equal parts of a fused projection."""
     return lambda layer, width: torch.arange(index * width // 3, (index + 1) * width // 3)
 
 

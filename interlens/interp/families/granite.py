@@ -5,6 +5,7 @@ from .llama import PRE_NORM, moe
 
 
 def residual_multiplier(layer, x):
+    """What the family multiplies contributions with before it adds them."""
     return layer.residual_multiplier
 
 

@@ -5,6 +5,7 @@ from .llama import ATTENTION, ROOT, STREAM
 
 
 def pre_norm(config) -> bool:
+    """Whether the layer normalises before attention."""
     return config.do_layer_norm_before
 
 

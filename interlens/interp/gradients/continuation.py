@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from .forward import Packing, forward_with_grad
@@ -16,9 +16,9 @@ REDUCTIONS = ("mean", "sum", "none")
 def continuation_logprob(
     model: nn.Module,
     *,
-    target_ids: Int[Tensor, "row target"],
-    prefix_ids: Int[Tensor, "row prefix"] | None = None,
-    prefix_embeds: Float[Tensor, "row prefix width"] | None = None,
+    target_ids: Int[Tensor, "target_row target"] | Int[Tensor, " target"],
+    prefix_ids: Int[Tensor, "prefix_row prefix"] | None = None,
+    prefix_embeds: Float[Tensor, "prefix_row prefix width"] | None = None,
     attention_mask: Tensor | None = None,
     target_mask: Tensor | None = None,
     reduction: str = "mean",
@@ -41,16 +41,11 @@ def continuation_logprob(
     prefix, targets = _together(given, target_ids)
     (rows, width), before = targets.shape, prefix.shape[1]
     mask = _whole_mask(attention_mask, rows, before, width, targets.device)
-    counted = mask[:, before:] if target_mask is None else target_mask.bool().to(mask.device).expand(rows, -1)
-    if counted.shape != targets.shape:
-        raise ValueError(f"target_mask is {tuple(counted.shape)}, target_ids {tuple(targets.shape)}")
-    if bool((counted & ~mask[:, before:]).any()):
-        raise ValueError("target_mask counts a token that attention_mask says is a pad")
     if not bool(mask[:, :before].any(1).all()):
         raise ValueError("a row has no real prefix token to predict its target from")
+    counted = _counted(target_mask, mask[:, before:])
     if reduction != "none" and not bool(counted.any()):
         raise ValueError("target_mask counts no token")
-
     packing = Packing.of(mask)
     real = mask.sum(1).max()
     inputs: dict[str, Any]
@@ -85,6 +80,18 @@ def _together(prefix: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         prefix = prefix.expand(rows, *prefix.shape[1:])
         targets = targets.expand(rows, -1)
     return prefix, targets.to(prefix.device)
+
+
+def _counted(target_mask: Tensor | None, real: Bool[Tensor, "row target"]) -> Bool[Tensor, "row target"]:
+    """Which target tokens count: those of `target_mask`, else all that are real."""
+    if target_mask is None:
+        return real
+    counted = target_mask.bool().to(real.device).expand(len(real), -1)
+    if counted.shape != real.shape:
+        raise ValueError(f"target_mask is {tuple(counted.shape)}, target_ids {tuple(real.shape)}")
+    if bool((counted & ~real).any()):
+        raise ValueError("target_mask counts a token that attention_mask says is a pad")
+    return counted
 
 
 def _whole_mask(mask: Tensor | None, rows: int, prefix: int, target: int, device) -> Tensor:

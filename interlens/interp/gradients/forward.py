@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,8 +25,8 @@ _AT_LAYER_EDGES = ("resid_pre", "residual")
 class GradCaptureSpec:
     """Which hidden states a differentiable forward returns."""
 
-    sites: tuple[str, ...] = ("residual",)
-    layers: tuple[int, ...] | int | None = None
+    sites: Sequence[str] = ("residual",)
+    layers: Sequence[int] | int | None = None
 
 
 class GradForwardOutput(NamedTuple):
@@ -46,15 +46,18 @@ class Packing(NamedTuple):
 
     @classmethod
     def of(cls, attention_mask: Tensor) -> Packing:
+        """Of a mask [B, S]; ValueError for a row without any token."""
         if not bool(attention_mask.bool().any(1).all()):
             raise ValueError("attention_mask leaves a row without any token")
         order = (~attention_mask.bool()).long().argsort(dim=1, stable=True)
         return cls(order, order.argsort(dim=1))
 
     def pack(self, values: Tensor) -> Tensor:
+        """Values [B, S, ...] with the real tokens in front."""
         return _take(values, self.order)
 
     def unpack(self, values: Tensor) -> Tensor:
+        """The inverse of `pack`."""
         return _take(values, self.place)
 
 

@@ -59,6 +59,7 @@ class LinearBridge(nn.Module):
                 nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden: Float[Tensor, "*row a"]) -> Float[Tensor, "*row b"]:
+        """Vectors [..., d_a] as vectors [..., d_b]."""
         return self.linear(hidden)
 
     @torch.no_grad()
