@@ -11,97 +11,20 @@ import argparse
 import itertools
 import json
 import platform
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
+import draws  # noqa: F401 (its rows register themselves)
 import first
 import numpy as np
 import torch
+from bench import LAYERS, ROWS, Bench, interleaved, median, row
 
+from interlens import Conversation
 from interlens.engine import Engine, Request, Sampling
-from interlens.engine.sampling import NoiseKey, draw
-from interlens.interp import CaptureSpec, Select, SteeringSpec
+from interlens.interp import CaptureSpec, SteeringSpec
 from interlens.loading import load
-
-LAYERS = (8, 16, 24)
-LOGITS = CaptureSpec(sites=("logits",), tokens=Select.generated(lead=1))
-ROWS: dict[str, Callable] = {}
-
-
-def row(function: Callable) -> Callable:
-    ROWS[function.__name__] = function
-    return function
-
-
-class Bench:
-    """The model, some prompts, and how requests are made."""
-
-    def __init__(self):
-        self.model, self.tokenizer = load("smollm2", dtype="bfloat16")
-        self.vocab = self.model.config.vocab_size
-        self.prompts = [self.chat(text) for text in first.QUESTIONS]
-
-    def chat(self, text: str) -> list[int]:
-        messages = [{"role": "user", "content": text}]
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-
-    def text(self, num_tokens: int, seed: int = 0) -> tuple[int, ...]:
-        return tuple(np.random.default_rng(seed).integers(1000, 40000, num_tokens).tolist())
-
-    def requests(self, n: int, lengths, *, steer=False, capture=False, temperature=0.8, prompt=None) -> list[Request]:
-        lengths = [lengths] * n if isinstance(lengths, int) else lengths
-        direction = [torch.randn(576, generator=torch.Generator().manual_seed(i)) for i in range(n)]
-        return [
-            Request(
-                tokens=tuple(prompt or self.prompts[i % len(self.prompts)]),
-                sampling=Sampling(temperature=temperature, top_p=0.95, max_new_tokens=int(lengths[i])),
-                key=(0, i),
-                interventions=(SteeringSpec(direction[i], layers=LAYERS, coef=0.5),) if steer else (),
-                capture=(CaptureSpec(layers=LAYERS),) if capture else (),
-            )
-            for i in range(n)
-        ]
-
-    def run(self, requests: list[Request], rows: int = 32, **settings) -> tuple[float, Engine, list]:
-        engine = Engine(self.model, rows=rows, **settings)
-        start = time.perf_counter()
-        replies = engine.run(requests)
-        seconds = time.perf_counter() - start
-        for reply in replies:
-            if reply.error:
-                raise reply.error
-        return seconds, engine, replies
-
-    def generate(self, prompts, num_tokens: int, sample: bool = True) -> float:
-        """transformers' `generate` of equal-length prompts, to exactly `num_tokens`: seconds."""
-        ids = torch.tensor(prompts)
-        settings = dict(do_sample=True, temperature=0.8, top_p=0.95, top_k=0) if sample else dict(do_sample=False)
-        start = time.perf_counter()
-        out = self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
-            pad_token_id=0,
-            **settings,
-        )
-        assert out.shape[1] == ids.shape[1] + num_tokens
-        return time.perf_counter() - start
-
-
-def interleaved(repeats: int, *sides: Callable[[], float], warm: bool = False) -> list[list[float]]:
-    """Seconds of each side, `repeats` times in turn, after one unmeasured round unless they are `warm`."""
-    for side in () if warm else sides:
-        side()
-    times = [[side() for side in sides] for _ in range(repeats)]
-    return [list(values) for values in zip(*times, strict=True)]
-
-
-def median(values) -> float:
-    return statistics.median(values)
 
 
 @row
@@ -182,43 +105,14 @@ def continuous_batching(bench: Bench) -> dict:
     Greedy, both sharing the prompt they have in common. At 32 rows both, and with as many rows as there are requests;
     theirs with the best of three token budgets for each, with its prefix sharing and without.
     """
-    from transformers import GenerationConfig
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
     lengths, prompt = _geometric(96), bench.prompts[0]
 
     def ours(rows: int) -> float:
         requests = bench.requests(96, lengths, prompt=prompt, temperature=0)
         return bench.run(requests, rows=rows)[0]
 
-    def theirs(rows: int, budget: int, sharing: bool) -> float:
-        start = time.perf_counter()
-        bench.model.set_attn_implementation("sdpa")
-        settings = ContinuousBatchingConfig(
-            max_batch_tokens=budget,
-            max_requests_per_batch=rows,
-            page_size=32,
-            num_blocks=96 * 6,
-            allow_block_sharing=sharing,
-            use_cuda_graph=False,
-            use_async_batching=False,
-        )
-        config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(lengths))
-        with bench.model.continuous_batching_context_manager(
-            generation_config=config, continuous_batching_config=settings
-        ) as manager:
-            for i, length in enumerate(lengths):
-                manager.add_request(input_ids=list(prompt), request_id=str(i), max_new_tokens=length)
-            done: dict[str, int] = {}
-            while len(done) < len(lengths):
-                out = manager.get_result(timeout=60)
-                if out is None:
-                    raise RuntimeError("continuous batching stopped answering")
-                if out.is_finished():
-                    done[out.request_id] = len(out.generated_tokens)
-        bench.model.set_attn_implementation("sdpa")
-        assert [done[str(i)] for i in range(len(lengths))] == lengths
-        return time.perf_counter() - start
+    def theirs(*settings) -> float:
+        return _continuously(bench, prompt, lengths, *settings)
 
     result = {}
     for rows in (32, 96):
@@ -227,6 +121,35 @@ def continuous_batching(bench: Bench) -> dict:
         result[f"ratio at {rows} rows"] = median(others) / median(mine)
         result[f"seconds at {rows} rows"] = f"ours {median(mine):.2f}, theirs {median(others):.2f}, {settings}"
     return result
+
+
+def _continuously(bench: Bench, prompt, lengths: list[int], rows: int, budget: int, sharing: bool) -> float:
+    """Seconds that transformers' continuous batching takes for replies of these lengths to one prompt."""
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    start = time.perf_counter()
+    bench.model.set_attn_implementation("sdpa")
+    settings = ContinuousBatchingConfig(
+        max_batch_tokens=budget, max_requests_per_batch=rows, page_size=32, num_blocks=96 * 6,
+        allow_block_sharing=sharing, use_cuda_graph=False, use_async_batching=False,
+    )  # fmt: skip
+    config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(lengths))
+    with bench.model.continuous_batching_context_manager(
+        generation_config=config, continuous_batching_config=settings
+    ) as manager:
+        for i, length in enumerate(lengths):
+            manager.add_request(input_ids=list(prompt), request_id=str(i), max_new_tokens=length)
+        done: dict[str, int] = {}
+        while len(done) < len(lengths):
+            out = manager.get_result(timeout=60)
+            if out is None:
+                raise RuntimeError("continuous batching stopped answering")
+            if out.is_finished():
+                done[out.request_id] = len(out.generated_tokens)
+    bench.model.set_attn_implementation("sdpa")
+    assert [done[str(i)] for i in range(len(lengths))] == lengths
+    return time.perf_counter() - start
 
 
 @row
@@ -256,8 +179,6 @@ def shared_trunk(bench: Bench) -> dict:
 @row
 def steered_conversation(bench: Bench) -> dict:
     """An 8-turn conversation steered from its start: tokens computed over the two final views. Reach 1.02."""
-    from interlens import Conversation
-
     conversation = Conversation.from_models(
         ("smollm2", "smollm2"),
         names=("alice", "bob"),
@@ -390,59 +311,6 @@ def moe_capture(bench: Bench) -> dict:
 
     on, off = interleaved(3, lambda: run((routed,)), lambda: run(()))
     return {"ratio": median([a / b for a, b in zip(on, off, strict=True)]), "seconds off": median(off)}
-
-
-@row
-def sampling_step(bench: Bench) -> dict:
-    """Drawing 32 tokens at top_p 0.95 from real logits over a whole decode step. Reach 10 %."""
-    engine = Engine(bench.model, rows=32, reuse=False)
-    for request in bench.requests(32, 40):
-        engine.submit(request)
-    steps = []
-    for _ in range(24):
-        start = time.perf_counter()
-        engine.step()
-        steps.append(time.perf_counter() - start)
-    captured = bench.run([replace(r, capture=(LOGITS,)) for r in bench.requests(32, 2)], reuse=False)[2]
-    logits = torch.stack([reply.records[0].tensor[1] for reply in captured])
-    settings = [Sampling(temperature=0.8, top_p=0.95)] * 32
-    seeds = [NoiseKey((0, i)).at(5) for i in range(32)]
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        draw(logits, settings, seeds)
-        times.append(time.perf_counter() - start)
-    return {"share of a step": median(times) / median(steps[3:]), "ms": median(times) * 1e3}
-
-
-@row
-def noise_under_rounding(bench: Bench) -> dict:
-    """Tokens that stay the same between cached decode and prefill of one text: the race against an inverse CDF."""
-    requests, replies, same_race, same_cdf, total = bench.requests(16, 48), [], 0, 0, 0
-    replies = bench.run([replace(r, capture=(LOGITS,)) for r in requests], reuse=False)[2]
-    settings = [requests[0].sampling] * 48
-    for i, (request, reply) in enumerate(zip(requests, replies, strict=True)):
-        decoded = reply.records[0].tensor[:48]
-        with torch.no_grad():
-            whole = bench.model(torch.tensor([request.tokens + reply.tokens])).logits[0, len(request.tokens) - 1 : -1]
-        seeds = [NoiseKey(request.key).at(step) for step in range(48)]
-        a, b = draw(decoded, settings, seeds).tokens, draw(whole, settings, seeds).tokens
-        assert tuple(a) == reply.tokens
-        same_race += sum(x == y for x, y in zip(a, b, strict=True))
-        uniform = torch.rand(48, 1, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
-        c, d = (_inverse_cdf(logits, uniform) for logits in (decoded, whole))
-        same_cdf += int((c == d).sum())
-        total += 48
-    return {"race agrees": same_race / total, "inverse CDF agrees": same_cdf / total, "tokens": total}
-
-
-def _inverse_cdf(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Nucleus sampling at 0.8 / 0.95 by inverting the cumulative distribution in vocabulary order."""
-    probs = (logits.double() / 0.8).softmax(-1)
-    ordered = probs.sort(-1, descending=True)
-    last = (ordered.values.cumsum(-1) < 0.95).sum(-1, keepdim=True)
-    probs = probs * (probs >= ordered.values.gather(-1, last))
-    return (probs.cumsum(-1) < uniform * probs.sum(-1, keepdim=True)).sum(-1)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 import sweeps
-from interlens.engine.engine import engine_for
+from interlens.engine import engine_for
 from sweeps.compose import from_plain
 from sweeps.driver import enter
 from sweeps.folder.cells import pack

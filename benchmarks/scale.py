@@ -26,55 +26,6 @@ HERE = Path(__file__).resolve()
 SECTIONS = ("driver", "plan", "write", "read", "files")
 
 
-# ---- fake cells
-
-
-class Fake:
-    """A replica that commits its units without running them: one outcome per cell, no messages."""
-
-    def __init__(self, config, run_dir, cast, threads=1):
-        from sweeps.aggregates import registry
-        from sweeps.config.schema import SweepConfig
-
-        plain = SweepConfig.from_dict(config)
-        self.root = run_dir
-        self.sums = registry.sums(registry.build(plain.aggregate))
-
-    def load(self):
-        return {"models": {}}
-
-    def counters(self):
-        return {"units": {}, "tokens": 0}
-
-    def stop(self):
-        pass
-
-    def run(self, packed):
-        import torch
-
-        from interlens.interp.activation_cache import ActivationRecord
-        from sweeps.aggregates import CellResult
-        from sweeps.folder.cells import unpack
-        from sweeps.folder.writer import UnitWriter
-
-        unit, trunk_units, _ = unpack(packed)
-        writer = UnitWriter(self.root, unit, {})
-        states = {s.name: s.zero() for s in self.sums}
-        for trunk in unit.trunks:
-            if trunk.id not in trunk_units:
-                writer.add_trunk(trunk.id, ())
-        vector, common = torch.ones(1, 8), {"tokens": (1,), "positions": (0,), "pool": "mean", "num_pooled": 1}
-        records = [ActivationRecord("alice", 1, 0, "residual", vector, (0, 1), {"answer": (0, 1)}, **common)]
-        for cell in unit.cells:
-            writer.add_cell(cell, (), (), {"words": 1.0})
-            result = CellResult(cell=cell, item_row=unit.items[cell.item], messages=[], records=records)
-            for aggregate in self.sums:
-                aggregate.add(states[aggregate.name], result)
-        for name, state in states.items():
-            writer.add_sums(name, state)
-        return {"unit": unit.id, "outcome": writer.commit()}
-
-
 def settings(cells: int, folder: Path):
     """A sweep of `cells` scripted cells: 2 trunk seeds, 2 conditions, 4 branch seeds an item."""
     from sweeps.compose import from_plain
@@ -119,7 +70,7 @@ def drive(cells: int, folder: Path) -> dict:
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()
     cpu, wall = time.process_time(), time.monotonic()
-    code = entry.run(config, config.run.dir, replica="benchmarks.scale:Fake")
+    code = entry.run(config, config.run.dir, replica="benchmarks.fake:Fake")
     stop.set()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"code": code, "cpu_s": time.process_time() - cpu, "wall_s": time.monotonic() - wall, "rss": peak,
