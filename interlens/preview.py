@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from . import sources
+from .adapter_config import why_not
 from .errors import CannotLoad
 
 HUB_TIMEOUT_S = 10.0
@@ -53,13 +54,8 @@ def require(name: str, *, revision: str | None = None, adapter: str | None = Non
 def require_adapter(folder: str) -> dict[str, Any]:
     """The configuration of a PEFT adapter folder that can be attached; CannotLoad for any other."""
     config = sources.adapter_config(folder)
-    unfit = [f"peft_type {config.get('peft_type')}"] if config.get("peft_type") != "LORA" else []
-    unfit += [key for key in ("use_dora", "modules_to_save", "trainable_token_indices") if config.get(key)]
-    if unfit:
-        raise CannotLoad(
-            f"adapter {folder!r} has {', '.join(unfit)}; only plain LoRA can be shared by rows of a batch: "
-            "merge it into its base (PEFT's merge_and_unload) and load the merged folder"
-        )
+    if reasons := why_not(config):
+        raise CannotLoad(f"adapter {folder!r} cannot differ per row of a batch: {'. '.join(reasons)}")
     stored = [Path(folder).expanduser() / f"adapter_model.{end}" for end in ("safetensors", "bin")]
     found = next((file for file in stored if file.is_file()), None)
     if found is None:

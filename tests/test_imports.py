@@ -13,7 +13,7 @@ LAYERS = {
         "errors sources reasoning calls templating visibility",
         "moments statistics fitting probes",
         "interp/",
-        "upcycle preview dequantise adapters loading",
+        "adapter_config upcycle preview dequantise adapters loading",
         "engine/",
         "message encoding transcript saving tools",
         "views/",

@@ -304,7 +304,7 @@ def test_requires_grad_stays_as_loaded(folder, tmp_path):
 
 
 def test_adapters_that_cannot_differ_per_row_are_refused(folder, tmp_path):
-    with pytest.raises(CannotLoad, match=r"has use_dora; only plain LoRA"):
+    with pytest.raises(CannotLoad, match=r"cannot differ per row of a batch: use_dora"):
         load(folder, adapter=save_adapter(tmp_path / "dora", None, use_dora=True))
     with pytest.raises(CannotLoad, match="names no base model; use load"):
         load(save_adapter(tmp_path / "orphan", None))

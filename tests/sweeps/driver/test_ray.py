@@ -14,7 +14,6 @@ from collections import Counter
 
 import pytest
 
-from sweeps import failpoints
 from sweeps.driver import entry
 from sweeps.driver.executors import pool
 from sweeps.driver.executors.base import METRICS
@@ -52,14 +51,14 @@ def test_a_stop_hands_the_rest_over_and_the_same_command_continues(sweep, monkey
 
 
 def terminated(folder, address, after_s):
-    before = failpoints.reach
+    before = entry.reach
 
     def reach(point):
         if point == "driver.planned":
             threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGTERM)).start()
         before(point)
 
-    failpoints.reach = reach
+    entry.reach = reach
     return entry.run(config(items(4), cluster=on_nodes(address)), folder, replica=SCRIPTED)
 
 
