@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import mmap
 import os
 import secrets
@@ -106,7 +107,11 @@ class LocalStore:
             return file.read()
 
     def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
-        return (self.read(name) for name in names)
+        for folder, group in itertools.groupby(names, lambda name: name.rpartition("/")[0]):
+            with self._folder(parts(self.root, folder)) as above, _saying(self.root, folder):
+                for name in group:
+                    with open(self._opened(above, parts(self.root, name)[-1], name), "rb", buffering=0) as file:
+                        yield file.readall()
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
         with self.open(name) as file:
@@ -255,8 +260,11 @@ class LocalStore:
 
     def _file(self, name: str) -> int:
         with self._parent(name) as (above, last):
-            self._is_file(above, last, name)
-            return self._checked(os.open(last, FILE | os.O_RDONLY, dir_fd=above), name)
+            return self._opened(above, last, name)
+
+    def _opened(self, above: int, last: str, name: str) -> int:
+        self._is_file(above, last, name)
+        return self._checked(os.open(last, FILE | os.O_RDONLY, dir_fd=above), name)
 
     def _checked(self, file: int, name: str) -> int:
         found = os.fstat(file).st_mode

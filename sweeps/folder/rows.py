@@ -55,8 +55,8 @@ def message(row: Mapping[str, Any]) -> Message:
     if row["tokens"] is not None:
         layout, template = _layout(row["layout"])
         sizes = [run["end"] - run["start"] for run in row["phases"]]
-        if min(sizes, default=0) < 0 or sum(sizes) != len(row["tokens"]):
-            raise Damaged(f"phases of other tokens than the {len(row['tokens'])} of a message by {row['author']!r}")
+        if min(sizes, default=0) < 0 or sum(sizes) > len(row["tokens"]):
+            raise Damaged(f"phases of more tokens than the {len(row['tokens'])} of a message by {row['author']!r}")
         phases = [run["phase"] for run in row["phases"] for _ in range(run["start"], run["end"])]
         fed = Fed(prompt=tuple(row["prompt_tokens"]), generated=tuple(row["tokens"]), phases=tuple(phases),
                   layout=layout, template_hash=template)  # fmt: skip
