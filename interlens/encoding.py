@@ -12,7 +12,7 @@ import importlib
 import json
 import math
 import os
-import tempfile
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FunctionType, MappingProxyType
@@ -80,17 +80,17 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """`path` holds its old content or `data`, whatever happens."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".tmp")
+    """`path` holds its old content or `data`, whatever happens; its mode is what the umask leaves."""
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}.tmp")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:

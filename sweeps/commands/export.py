@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -105,7 +106,11 @@ def export_directions(
         )
     spec = SteeringSpec({layer: plain[layer] for layer in at}, tuple(at))
     try:
-        export_control_vector(spec, out, model_hint=hint or _architecture(run))
+        with tempfile.TemporaryDirectory() as scratch:
+            made = Path(scratch) / "directions.gguf"
+            export_control_vector(spec, made, model_hint=hint or _architecture(run))
+            with whole_file(out) as file:
+                file.write(made.read_bytes())
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return len(at), len(plain[at[0]])

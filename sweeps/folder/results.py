@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import Damaged
 from . import files, names
-from .store import Where, open_store
+from .store import Store, Where, open_store
 
 
 def read_results(at: Where) -> dict[str, dict[str, Any]]:
@@ -15,7 +16,18 @@ def read_results(at: Where) -> dict[str, dict[str, Any]]:
     store = open_store(at)
     found = [name.removesuffix(".json") for name in store.entries(names.AGGREGATES) if name.endswith(".json")]
     found.sort(key=lambda name: (name != "directions", name.startswith("control"), name))
-    return {name: files.read_json(store, names.result(name)) for name in found}
+    return {name: _read(store, name) for name in found}
+
+
+def _read(store: Store, aggregate: str) -> dict[str, Any]:
+    name = names.result(aggregate)
+    try:
+        return files.read_json(store, name)
+    except Damaged as error:
+        how = f"sweeps aggregate {store} name={aggregate}"
+        raise Damaged(
+            f"{str(error).partition('; restore')[0]}; it is derived: delete it, and make it again: {how}"
+        ) from None
 
 
 def direction_names(at: Where) -> list[str]:

@@ -195,6 +195,16 @@ def test_a_forged_folder_imports_nothing(tmp_path):
             Conversation.load(tmp_path)
 
 
+@pytest.mark.parametrize("mask", [0o077, 0o027, 0o022])
+def test_files_have_the_mode_that_the_umask_leaves(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        Transcript([Message("a", "hi")]).save(tmp_path / "t.json")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "t.json").stat().st_mode & 0o777 == 0o666 & ~mask and len(list(tmp_path.iterdir())) == 1
+
+
 def test_another_schema_is_refused(tmp_path):
     Conversation([ScriptedParticipant("a", ["x"])]).save(tmp_path)
     path = tmp_path / "conversation.json"

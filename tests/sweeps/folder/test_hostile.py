@@ -1,5 +1,6 @@
 """A folder from a stranger: links, pipes and devices in it are refused, and nothing outside it changes or is waited for."""
 
+import json
 import os
 import shutil
 import signal
@@ -15,8 +16,9 @@ from sweeps.cli import main
 from sweeps.compose import from_plain
 from sweeps.driver import entry
 from sweeps.errors import Damaged
-from sweeps.folder import names
+from sweeps.folder import names, rows, tensors
 from sweeps.folder.store import MemoryStore, open_store
+from tests.support import talk
 from tests.support.small import settings
 
 SMALL = {"num_items": 1, "unit_cells": 2, "aggregate": {"outcomes": {}, "directions": {
@@ -59,20 +61,19 @@ def seen(outside):
     return found
 
 
-def everything(folder, model):
-    """All that a user does with a folder; each returns its exit code, one line instead of a traceback."""
-    run, cell = str(folder), next(iter(open_store(folder).entries("_commits")), "u")
-    for arguments in (
-        ["status", run], ["show", run, cell], ["verify", run], ["gc", run], ["report", run], ["aggregate", run],
+def everything(folder, model, whole=True):
+    """The exit codes of all that a user does with a folder (`whole`: captures and an extension, which load models, too)."""
+    run = str(folder)
+    capture = ["capture", run, "layers=0", "sites=mlp", "pool=mean", "run.progress=none"]
+    commands = [
+        ["status", run], ["show", run, "0"], ["verify", run], ["gc", run], ["report", run], ["aggregate", run],
         ["aggregate", run, "name=moments"], ["export", run, str(folder.parent / "x.npz")],
-        ["export", run, str(folder.parent / "x.gguf")], ["compare", run, run],
-        ["capture", run, "layers=0", "sites=mlp", "pool=mean", "run.progress=none"],
+        ["export", run, str(folder.parent / "x.gguf")], ["compare", run, run], *([capture] if whole else []),
         ["verify", run, "--deep", "--reopen"],
-    ):  # fmt: skip
-        yield arguments, main(arguments)
-    yield "run", entry.run(settings(model, **SMALL), folder)
-    yield "extended", entry.run(settings(model, **{**SMALL, "num_items": 2}), folder)
-    yield "gc", main(["gc", run])
+    ]  # fmt: skip
+    codes = [main(arguments) for arguments in commands]
+    more = {**SMALL, "num_items": 2 if whole else 1}
+    return {*codes, entry.run(settings(model, **more), folder), main(["gc", run])}
 
 
 def places(root):
@@ -107,9 +108,9 @@ def test_a_link_anywhere_changes_nothing_outside(folder, model, place, capsys):
     shutil.move(path, aside)
     path.symlink_to(aside)
     before = seen(outside)
-    codes = [code for _, code in everything(folder, model)]
+    codes = everything(folder, model)
     assert seen(outside) == before
-    assert set(codes) <= {0, 1, 3, 4, 5} and "Traceback" not in "".join(capsys.readouterr())
+    assert codes <= {0, 1, 3, 4, 5} and "Traceback" not in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("place", ["messages", "events.jsonl", "aggregates", "report", "captures", "_tmp"])
@@ -129,8 +130,8 @@ def test_a_pipe_is_refused_and_nothing_waits_for_it(folder, model, place, capsys
     path = places(folder)[place]
     path.unlink()
     os.mkfifo(path)
-    codes = [code for _, code in everything(folder, model)]
-    assert set(codes) <= {0, 1, 3, 4, 5} and "Traceback" not in "".join(capsys.readouterr())
+    codes = everything(folder, model, whole=False)
+    assert codes <= {0, 1, 3, 4, 5} and "Traceback" not in "".join(capsys.readouterr())
 
 
 def test_each_command_says_which_link_it_met(folder, capsys):
@@ -180,6 +181,56 @@ def test_other_runs_are_read_as_carefully(folder, model, tmp_path, field, capsys
         said = str(error)
     assert "is a symbolic link" in said, said
     assert seen(tmp_path / "outside") == before
+
+
+# ---- what is in a file
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+BOMB = b"a: &a [x, x, x, x, x, x, x, x, x, x]\n" + b"\n".join(
+    b"%c: &%c [%s]" % (98 + n, 98 + n, b", ".join([b"*%c" % (97 + n)] * 10)) for n in range(12))  # fmt: skip
+ODD = [{"dtype": "F32", "shape": [-1, 4], "data_offsets": [0, 16]}, {"dtype": "F32", "shape": "ab", "data_offsets": [0, 8]},
+       {"dtype": "F32", "shape": [1 << 60, 4], "data_offsets": [0, 16]}, {"dtype": 3, "shape": [1, 4]}, [], None,
+       {"dtype": "F32", "shape": [1, 4], "data_offsets": [0, "x"]}]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["run.json", "config-0.yaml", "progress.json", "events.jsonl", "aggregates/outcomes.json",
+             "_commits/u000000.json", "inputs/items-0.jsonl"]
+)  # fmt: skip
+@pytest.mark.parametrize("content", [DEEP, BOMB, b"", b"\xff\x00", b"[1]", b'{"event": 3}\n{"event": "failed"}\n', b"1e999"],
+                         ids=["deep", "aliases", "empty", "bytes", "list", "events", "number"])  # fmt: skip
+def test_a_text_that_is_not_ours_is_one_line(folder, name, content, capsys):
+    (folder / name).write_bytes(content)
+    for arguments in (["status"], ["report"], ["verify", "--deep"], ["aggregate"], ["gc"]):
+        capsys.readouterr()
+        assert main([arguments[0], str(folder), *arguments[1:]]) in (0, 1)
+        assert capsys.readouterr().err.count("\n") <= 1
+
+
+@pytest.mark.parametrize("entry_", ODD, ids=range(len(ODD)))
+def test_a_header_of_tensors_that_is_not_ours_is_damage(tmp_path, entry_):
+    header = json.dumps({"a": entry_}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+    with pytest.raises(Damaged, match="cannot be read"):
+        tensors.open_file(open_store(tmp_path), "x.safetensors")
+
+
+def test_phases_of_more_tokens_than_there_are_take_no_memory():
+    row = rows.message_row(talk.said("bob", "hi"), 0)
+    for runs in ([(0, 10**12)], [(0, 10**12), (10**12, 5)]):
+        phases = [{"phase": "answer", "start": start, "end": end} for start, end in runs]
+        with pytest.raises(Damaged, match="phases of more tokens"):
+            rows.message({**row, "phases": phases})
+
+
+def test_a_damaged_result_says_how_it_is_made_again(folder, capsys):
+    result = folder / "aggregates" / "outcomes.json"
+    whole = result.read_bytes()
+    result.write_bytes(whole[:40])
+    assert main(["report", str(folder)]) == 1
+    assert f"sweeps aggregate {folder} name=outcomes" in capsys.readouterr().err
+    assert main(["aggregate", str(folder), "name=outcomes"]) == 0 and result.read_bytes() == whole
 
 
 # ---- the store itself
