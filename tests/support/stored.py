@@ -1,20 +1,20 @@
-"""A run in memory with the reader's interface, for laws of aggregates that need thousands of cells in a moment."""
+"""Made-up runs, written as every run is but kept in memory, for laws of aggregates that need many cells in a moment."""
 
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import SimpleNamespace
+import itertools
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from interlens.interp.activation_cache import ActivationRecord
-from sweeps.aggregates import CellResult
-from sweeps.aggregates.registry import build
+from interlens.message import Message
+from sweeps.aggregates import CellResult, registry
 from sweeps.config.schema import AxisConfig, InterventionConfig, ParticipantConfig, ScenarioConfig, SweepConfig
-from sweeps.folder.cells import Cell
-from sweeps.folder.schemas import FAILURES, MESSAGES
-from sweeps.folder.store import open_store
+from sweeps.folder import files, names, plan_writer
+from sweeps.folder.about import about
+from sweeps.folder.cells import Cell, Trunk, Unit
+from sweeps.folder.store import MemoryStore, open_store
+from sweeps.folder.writer import UnitWriter
+from sweeps.run import Run
 
 
 def record(vector, participant="bob", layer=16, message_idx=4, pool="mean", num_pooled=5):
@@ -51,126 +51,61 @@ def results(axis="framing", labels=("warm", "cold"), items=10, trunk_seeds=2, br
     return made, axis_vector
 
 
-PLANNED = ("cell", "item", "trunk", "trunk_seed", "branch_seed", "framing", "state")
-EMPTY_PLAN = pa.table({name: pa.array([], pa.string()) for name in PLANNED})
+def stored(made, *, axis="framing", labels=("warm", "cold"), interventions=(), root=None, aggregate=(),
+           texts=("I love it!",), failures=(), more_axes=()):  # fmt: skip
+    """A run of these cells, written as every run is: in memory, or in the folder `root`.
+
+    `texts`: what is said in it, in turns. `failures`: rows (cell, error, traceback, attempts) of cells that failed instead.
+    """
+    config = SweepConfig(
+        experiment="stored",
+        scenario=ScenarioConfig(participants={name: ParticipantConfig(model="tiny") for name in ("alice", "bob")}),
+        grid=(AxisConfig(path=axis, labels=labels, values=labels), *more_axes),
+        intervention=interventions,
+        aggregate=aggregate,
+    )
+    store = MemoryStore() if root is None else open_store(root)
+    units = list(_units(made))
+    store.write_new(names.config(0), files.dump_yaml(config.to_dict()))
+    plan_writer.write(store, 0, config.grid, units)
+    store.write_new(names.RUN, files.dump_json(about(config)))
+    texts, failed = itertools.cycle(texts), {row["cell"]: row for row in failures}
+    sums = registry.sums(registry.build(aggregate, config))
+    results_of = {result.cell.id: result for result in made}
+    for unit in units:
+        writer = UnitWriter(store, unit, {"alice": "tiny", "bob": "tiny"})
+        states = {each.name: each.zero() for each in sums}
+        for trunk in unit.owns:
+            item = next(cell.item for cell in unit.cells if cell.trunk == trunk)
+            said = Message("alice", next(texts), {"finish_reason": "length"})
+            writer.add_trunk(trunk, [Message("moderator", f"About {item}."), said])
+        for cell in unit.cells:
+            if cell.id in failed:
+                row = failed[cell.id]
+                writer.fail_cell(cell, row["error"], row["traceback"], row["attempts"])
+                continue
+            result = results_of[cell.id]
+            said = Message("bob", next(texts), {"finish_reason": "stop"})
+            writer.add_cell(cell, [said], result.records, result.outcomes, start=2)
+            for each in sums:
+                each.add(states[each.name], result)
+        for name, state in states.items():
+            writer.add_sums(name, state)
+        writer.commit()
+    return Run(store)
 
 
-@dataclass
-class StoredRun:
-    """What an aggregate reads of a run, answered from finished cells."""
-
-    results: list
-    axis: str = "framing"
-    labels: tuple = ("warm", "cold")
-    interventions: tuple = ()
-    root: Path = Path("/nowhere")
-    states: dict = field(default_factory=dict)
-    item_rows: dict = field(default_factory=dict)
-    aggregate: tuple = ()
-    texts: tuple = ("I love it!",)
-    failures: tuple = ()
-    more_axes: tuple = ()
-    captures: tuple = ()
-
-    @property
-    def store(self):
-        return open_store(self.root)
-
-    @property
-    def config(self):
-        return SweepConfig(
-            experiment="stored",
-            scenario=ScenarioConfig(participants={name: ParticipantConfig(model="tiny") for name in ("alice", "bob")}),
-            grid=(AxisConfig(path=self.axis, labels=self.labels, values=self.labels), *self.more_axes),
-            intervention=self.interventions,
-            aggregate=self.aggregate,
-        )
-
-    def _plan(self, result):
-        cell = result.cell
-        return {"cell": cell.id, "item": cell.item, "trunk": cell.trunk, "trunk_seed": cell.trunk_seed,
-                "branch_seed": cell.branch_seed, "unit": cell.unit, **cell.condition}  # fmt: skip
-
-    @property
-    def cells(self):
-        failed = {row["cell"] for row in self.failures}
-        rows = [{**self._plan(r), "state": "failed" if r.cell.id in failed else "done"} for r in self.results]
-        return pa.Table.from_pylist(rows) if rows else EMPTY_PLAN
-
-    @property
-    def counts(self):
-        states = self.cells.column("state").to_pylist()
-        return {state: states.count(state) for state in ("done", "failed", "pending")}
-
-    @property
-    def plan(self):
-        return SimpleNamespace(table=self.cells.select, num_items=len(self.cells["item"].unique()))
-
-    def outcomes(self):
-        return pa.Table.from_pylist([{**self._plan(r), **r.outcomes} for r in self.results])
-
-    def _records(self):
-        for result in self.results:
-            for rec in result.records:
-                yield {**self._plan(result), "participant": rec.participant, "message_idx": rec.message_idx,
-                       "layer": rec.layer, "site": rec.site, "pool": rec.pool, "selection": rec.selection,
-                       "num_pooled": rec.num_pooled, "tensor": rec.tensor}  # fmt: skip
-
-    def shards(self, added=True):
-        """All of it is one unit."""
-        return [self]
-
-    def index(self, names, pools=None):
-        rows = [{**row, "file": "memory", "key": f"{row['layer']}", "tensor": None} for row in self._records()]
-        seen = {}
-        for row in rows:
-            row["row_start"] = seen[row["key"]] = seen.get(row["key"], -1) + 1
-            row["row_end"] = row["row_start"] + 1
-        return pa.Table.from_pylist(rows)
-
-    def matrix(self, file, key):
-        return torch.cat([row["tensor"] for row in self._records() if str(row["layer"]) == key])
-
-    def table(self, name, columns=None, filter=None):
-        if name == "records":
-            return pa.Table.from_pylist([{key: row[key] for key in columns} for row in self._records()])
-        schema = {"messages": MESSAGES, "failures": FAILURES}[name]
-        rows = list(self._messages()) if name == "messages" else list(self.failures)
-        table = pa.Table.from_pylist(rows, schema=schema)
-        return (table.filter(filter) if filter is not None else table).select(columns or schema.names)
-
-    def _messages(self):
-        seen = set()
-        for i, result in enumerate(self.results):
-            cell, text = result.cell, self.texts[i % len(self.texts)]
-            if cell.trunk not in seen:
-                seen.add(cell.trunk)
-                yield {"trunk": cell.trunk, "message_idx": 0, "author": "moderator", "content": f"About {cell.item}."}
-                yield {
-                    "trunk": cell.trunk,
-                    "message_idx": 1,
-                    "author": "alice",
-                    "content": text,
-                    "finish_reason": "length",
-                }
-            yield {"trunk": cell.trunk, "cell": cell.id, "message_idx": 2, "author": "bob", "content": text,
-                   "finish_reason": "stop"}  # fmt: skip
-
-    def vectors(self, *, site="residual", layer=None, participant=None, pool="mean", where=None):
-        wanted = {"site": site, "layer": layer, "participant": participant, "pool": pool}
-        rows = [row for row in self._records() if wanted.items() <= row.items()]
-        tensors = torch.cat([row.pop("tensor") for row in rows]).numpy()
-        table = pa.Table.from_pylist(rows)
-        return tensors, table
-
-    def sums(self, name):
-        if name in self.states or not self.results:
-            return iter(self.states.get(name, []))
-        made = build([entry for entry in self.aggregate if entry.name == name])[0]
-        state = made.zero()
-        for result in self.results:
-            made.add(state, result)
-        return iter([state])
+def _units(made):
+    """The cells by unit, each with the trunks that no unit before it owns."""
+    by_unit, owned = {}, set()
+    for result in made:
+        by_unit.setdefault(result.cell.unit, []).append(result)
+    for name, of_unit in by_unit.items():
+        trunks = {r.cell.trunk: Trunk(id=r.cell.trunk, item=r.cell.item, seed=r.cell.trunk_seed) for r in of_unit}
+        own = tuple(trunk for trunk in trunks if trunk not in owned)
+        owned |= {*own}
+        items = {r.cell.item: dict(r.item_row) for r in of_unit}
+        yield Unit(id=name, cells=tuple(r.cell for r in of_unit), trunks=tuple(trunks.values()), owns=own, items=items)
 
 
 def steer(direction, layers=(16,)):

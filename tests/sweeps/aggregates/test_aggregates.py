@@ -17,7 +17,7 @@ from sweeps.aggregates.results import finalize
 from sweeps.config.schema import AggregateConfig
 from sweeps.folder.results import read_directions, read_results
 from sweeps.folder.store import open_store
-from tests.support.stored import StoredRun, record, results, steer
+from tests.support.stored import record, results, steer, stored
 
 CONTRAST = "framing == 'warm' vs framing == 'cold'"
 RESULTS, AXES = results()
@@ -50,7 +50,7 @@ def fold(aggregate, cells):
 def fitted(name, cells):
     """The whole of one aggregate: summed, then fitted over the stored vectors."""
     aggregate = build([ENTRIES[name]])[0]
-    return aggregate.fit(StoredRun(cells), aggregate.finish(fold(aggregate, cells)))
+    return aggregate.fit(stored(cells), aggregate.finish(fold(aggregate, cells)))
 
 
 @pytest.mark.parametrize("aggregate", SUMS, ids=lambda a: a.name)
@@ -144,13 +144,14 @@ def test_one_item_gives_a_direction_and_says_why_there_is_no_evaluation():
     assert entry["norm"] > 0 and entry["evaluation"] is None and "at least 2 groups" in entry["why"]
 
 
-def dose_run(direction="random:1"):
+def dose_run(direction="random:1", without=()):
     cells, _ = results(axis="intervention.coef", labels=(0, 4, 8), dose=True, signal=0.0, layers=(16, 20))
-    vector = direction_of(StoredRun([]), "random:1", 24)
+    vector = direction_of(stored([]), "random:1", 24)
     for result in cells:
         for rec in result.records:
             rec.tensor += float(result.cell.condition["intervention.coef"]) * rec.tensor.new_tensor(vector)
-    return StoredRun(cells, axis="intervention.coef", labels=(0, 4, 8), interventions=(steer(direction),))
+    kept = [r for r in cells if r.cell.id not in without]
+    return stored(kept, axis="intervention.coef", labels=(0, 4, 8), interventions=(steer(direction),))
 
 
 def test_dose_response_is_paired_and_finds_the_planted_slopes():
@@ -171,8 +172,7 @@ def test_dose_response_is_paired_and_finds_the_planted_slopes():
 
 
 def test_a_missing_cell_leaves_its_pair_out_and_no_more():
-    run = dose_run()
-    run.results = [r for r in run.results if r.cell.id != "c0"]
+    run = dose_run(without=("c0",))
     levels = build([ENTRIES["outcomes"]])[0].fit(run)["responses"][0]["levels"]
     assert [level["count"] for level in levels] == [39, 40, 40]
     assert levels[1]["pairs"] == 39
@@ -182,22 +182,20 @@ def test_an_axis_of_mixed_labels_is_stored_as_text_and_compared_by_its_labels():
     cells, _ = results(axis="layer_of", labels=("none", 3), items=4)
     for result in cells:
         result.cell.condition["layer_of"] = str(result.cell.condition["layer_of"])
-    found = build([ENTRIES["outcomes"]])[0].fit(StoredRun(cells, axis="layer_of", labels=("none", 3)))
+    found = build([ENTRIES["outcomes"]])[0].fit(stored(cells, axis="layer_of", labels=("none", 3)))
     assert [level["count"] for level in found["responses"][0]["levels"]] == [16, 16]
     assert found["responses"][0]["levels"][1]["pairs"] == 16
 
 
 def test_named_axes_are_compared_with_their_first_level():
-    found = build([ENTRIES["outcomes"]])[0].fit(StoredRun(RESULTS))
+    found = build([ENTRIES["outcomes"]])[0].fit(stored(RESULTS))
     assert found["baseline"] == "warm"
     score = found["responses"][0]
     assert score["slope"] is None and score["levels"][1]["difference"]["value"] == pytest.approx(-2.0, abs=0.1)
 
 
 def test_finalize_writes_results_and_directions_that_a_next_run_can_name(tmp_path):
-    run = StoredRun(RESULTS, root=tmp_path, aggregate=(ENTRIES["directions"], ENTRIES["outcomes"]))
-    for made in build(run.aggregate):
-        run.states[made.name] = [fold(made, RESULTS[:30]), fold(made, RESULTS[30:])]
+    run = stored(RESULTS, root=tmp_path, aggregate=(ENTRIES["directions"], ENTRIES["outcomes"]))
     written = finalize(run)
     assert read_results(tmp_path) == json.loads(json.dumps(written))
     direction = direction_of(run, f"run:{tmp_path}:residual:16", 24)
@@ -211,7 +209,7 @@ def test_finalize_writes_results_and_directions_that_a_next_run_can_name(tmp_pat
 
 
 def test_a_direction_that_is_not_there_is_named(tmp_path):
-    run = StoredRun(RESULTS)
+    run = stored(RESULTS)
     with pytest.raises(ValueError, match=r"there is no .*directions\.safetensors"):
         direction_of(run, f"run:{tmp_path}:residual:16", 4)
     save_directions(open_store(tmp_path), "directions", {"residual.8": np.ones(4)}, {})
@@ -240,7 +238,7 @@ def test_a_direction_that_is_not_there_is_named(tmp_path):
 )
 def test_impossible_aggregates_are_refused_before_a_run(name, options, complaint):
     with pytest.raises(ValueError, match=complaint):
-        build([AggregateConfig(name=name, options=options)], StoredRun(RESULTS).config)
+        build([AggregateConfig(name=name, options=options)], stored(RESULTS).config)
 
 
 def test_every_registered_aggregate_is_a_sum_or_a_fit():

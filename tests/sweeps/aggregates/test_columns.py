@@ -6,10 +6,10 @@ import pytest
 from sweeps.aggregates import registry
 from sweeps.aggregates.columns import columns, evaluated, read_labels, short_names
 from sweeps.config.schema import AggregateConfig
-from tests.support.stored import StoredRun, results
+from tests.support.stored import results, stored
 
 RESULTS, _ = results(items=6)
-RUN = StoredRun(RESULTS)
+RUN = stored(RESULTS)
 
 
 def table():
@@ -34,9 +34,10 @@ def test_outcomes_axes_and_fixed_columns_are_looked_up_by_row():
 
 
 def test_message_fields_come_from_the_message_of_the_record():
-    run = StoredRun(results(items=2)[0])
-    for result in run.results:
+    made = results(items=2)[0]
+    for result in made:
         result.records[1].message_idx = 2
+    run = stored(made)
     found = columns(run, run.vectors(layer=16, participant="bob")[1], ["message.author", "message.finish_reason"])
     assert set(map(tuple, (row.values() for row in found.to_pylist()))) == {("bob", "stop")}
 

@@ -11,7 +11,7 @@ from sweeps.config.schema import AggregateConfig
 from sweeps.report.findings import SAID
 from sweeps.report.markup import interval
 from sweeps.report.sections import SECTIONS
-from tests.support.stored import StoredRun, results
+from tests.support.stored import results, stored
 
 
 def table(run, **options):
@@ -20,8 +20,7 @@ def table(run, **options):
 
 def test_means_are_those_of_plain_counting():
     cells, _ = results(labels=("warm", "cold"), items=6)
-    run = StoredRun(cells)
-    run.item_rows = {r.cell.item: r.item_row for r in cells}
+    run = stored(cells)
     found = table(run, rows="framing", columns="branch_seed", by=["item.even"], where="trunk_seed == 1")
     assert found["row_levels"] == ["warm", "cold"] and found["column_levels"] == [0, 1]
     assert [part["by"] for part in found["tables"]] == [{"item.even": False}, {"item.even": True}]
@@ -48,7 +47,7 @@ def test_means_are_those_of_plain_counting():
 
 
 def test_one_axis_is_one_column_and_unknown_ones_are_refused():
-    run = StoredRun(results(items=3)[0])
+    run = stored(results(items=3)[0])
     found = table(run)
     assert found["columns"] is None and [len(part["cells"]) for part in found["tables"]] == [2]
     with pytest.raises(ValueError, match="no column 'layer_'"):
@@ -68,10 +67,10 @@ def test_ties_are_all_named():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_outcomes_that_are_no_numbers_are_left_out_and_counted(value):
     cells = results(labels=("warm", "cold"), items=6)[0]
-    whole = table(StoredRun(cells))
+    whole = table(stored(cells))
     spoilt = [replace(r, outcomes={"score": value}) if r.cell.item == "i0" else r for r in cells]
-    found = table(StoredRun(spoilt))
+    found = table(stored(spoilt))
     assert whole["non_finite"] == 0 and found["non_finite"] == sum(r.cell.item == "i0" for r in cells) > 0
     json.dumps(found, allow_nan=False)
     assert "are left out" in SECTIONS["outcome_table"](found) and SAID["outcome_table"]({"name": "some", **found})
-    assert table(StoredRun([replace(r, outcomes={"score": value}) for r in cells]))["tables"] == []
+    assert table(stored([replace(r, outcomes={"score": value}) for r in cells]))["tables"] == []

@@ -21,7 +21,7 @@ from sweeps.report.markup import number, tag, text
 from sweeps.report.page import write_report
 from sweeps.report.surprisal import EDGES, coloured, decoders
 from tests.support.small import build_model, settings
-from tests.support.stored import StoredRun, results, steer
+from tests.support.stored import results, steer, stored
 
 EVIL = (
     "<script>alert('x')</script><img src=x onerror=alert(1)>",
@@ -65,14 +65,14 @@ def parsed(page):
 
 def finished(tmp_path, **changes):
     made, _ = results(items=6)
-    run = StoredRun(made, root=tmp_path, texts=EVIL, **changes)
-    run.aggregate = (
+    aggregate = (
         AggregateConfig(
             name="directions",
             options={"contrast": "framing == 'warm' vs framing == 'cold'", "permutations": 3, "draws": 100},
         ),
         AggregateConfig(name="outcomes", options={"draws": 100}),
     )
+    run = stored(made, root=tmp_path, texts=EVIL, aggregate=aggregate, **changes)
     finalize(run)
     return run
 
@@ -99,8 +99,8 @@ def test_model_text_is_shown_verbatim_and_never_becomes_markup(tmp_path):
 def test_every_conversation_is_there_once_under_its_trunk(tmp_path):
     run = finished(tmp_path)
     page = write_report(run).read_text(encoding="utf-8")
-    for result in run.results:
-        assert page.count(f"<code>{result.cell.id}</code>") == 1
+    for cell in run.cells["cell"].to_pylist():
+        assert page.count(f"<code>{cell}</code>") == 1
     assert page.count("trunk seed 0") == page.count("trunk seed 1") == 6
     assert page.count("(cut at the length limit)") == 12
 
@@ -138,8 +138,8 @@ def test_findings_call_nothing_an_answer_that_was_only_read(tmp_path):
 
 def test_findings_say_where_a_projection_moves_by_construction(tmp_path):
     made, _ = results(axis="intervention.coef", labels=(0, 8), dose=True, layers=(16, 20))
-    run = StoredRun(made, axis="intervention.coef", labels=(0, 8), root=tmp_path, interventions=(steer("random:1"),))
-    run.aggregate = (AggregateConfig(name="outcomes", options={"draws": 50}),)
+    run = stored(made, axis="intervention.coef", labels=(0, 8), root=tmp_path, interventions=(steer("random:1"),),
+                 aggregate=(AggregateConfig(name="outcomes", options={"draws": 50}),))  # fmt: skip
     finalize(run)
     told = [line for line in sentences(run) if "projection" in line]
     assert ["by construction" in line for line in told] == [True, False]
@@ -157,7 +157,7 @@ def test_controls_of_a_direction_stand_beside_it(tmp_path):
             result.outcomes["score"] *= direction == "found"
         made += more
     axis = AxisConfig(path="intervention.direction", labels=("found", "random"), values=("random:1", "random:2"))
-    run = StoredRun(made, axis="intervention.coef", labels=(0, 8), root=tmp_path, interventions=(steer("random:1"),),
+    run = stored(made, axis="intervention.coef", labels=(0, 8), root=tmp_path, interventions=(steer("random:1"),),
                     more_axes=(axis,), aggregate=(AggregateConfig(name="outcomes", options={"draws": 50}),))  # fmt: skip
     found = finalize(run)["outcomes"]["responses"]
     assert [(r["measure"], *r["by"].values()) for r in found[:2]] == [("score", "found"), ("score", "random")]
@@ -182,17 +182,15 @@ def test_failures_are_grouped_with_a_traceback(tmp_path):
 
 
 def test_a_run_without_anything_still_has_a_page(tmp_path):
-    page = write_report(StoredRun([], root=tmp_path), tmp_path / "elsewhere" / "page.html")
+    page = write_report(stored([], root=tmp_path), tmp_path / "elsewhere" / "page.html")
     assert page == tmp_path / "elsewhere" / "page.html"
     assert "No conversation is finished yet." in page.read_text(encoding="utf-8")
 
 
 def test_unevaluated_directions_say_why(tmp_path):
     made, _ = results(items=1)
-    run = StoredRun(made, root=tmp_path)
-    run.aggregate = (
-        AggregateConfig(name="directions", options={"contrast": "framing == 'warm' vs framing == 'cold'"}),
-    )
+    aggregate = AggregateConfig(name="directions", options={"contrast": "framing == 'warm' vs framing == 'cold'"})
+    run = stored(made, root=tmp_path, aggregate=(aggregate,))
     finalize(run)
     assert any("at least 2 groups" in line for line in sentences(run))
     assert "at least 2 groups" in write_report(run).read_text(encoding="utf-8")
@@ -234,9 +232,9 @@ def test_tags_escape_attributes_and_leave_nothing_out():
 
 def test_the_page_of_many_levels_uses_every_aggregate(tmp_path):
     made, _ = results(labels=("warm", "plain", "cold"), items=4)
-    run = StoredRun(made, labels=("warm", "plain", "cold"), root=tmp_path)
-    run.aggregate = (AggregateConfig(name="outcomes", options={"draws": 50, "baseline": "plain"}),)
-    assert build(run.aggregate)[0].name == "outcomes"
+    aggregate = (AggregateConfig(name="outcomes", options={"draws": 50, "baseline": "plain"}),)
+    assert build(aggregate)[0].name == "outcomes"
+    run = stored(made, labels=("warm", "plain", "cold"), root=tmp_path, aggregate=aggregate)
     finalize(run)
     page = write_report(run).read_text(encoding="utf-8")
     assert "change from plain, paired" in page and page.count("<svg") == 1
