@@ -21,6 +21,7 @@ FAMILIES = {
     "bracket": ("[THINK]", "[/THINK]"),
     "seed": ("<seed:think>", "</seed:think>"),
     "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "gemma4": ("<|channel>", "<channel|>"),  # a channel's name, `thought`, stands on its first line
     "harmony": ("<|channel|>", "final<|message|>"),  # every channel but `final` is reasoning, and so is its header
 }
 """Family -> the texts that open and close reasoning."""
@@ -129,13 +130,21 @@ def split_text(text: str) -> tuple[str, str]:
     thoughts: list[str] = []
 
     def take(found: re.Match) -> str:
-        thoughts.append("".join(part or "" for part in found.groups()).strip())
+        thought = "".join(part or "" for part in found.groups()).strip()
+        thoughts.append(_thought(thought) if FAMILIES["gemma4"][1] in found[0] else thought)
         return ""
 
     for tags in _TAGS:
         text = tags.sub(take, text)
     return "\n\n".join(part for part in thoughts if part), text.strip()
 
+
+def _thought(text: str) -> str:
+    """A thought without Gemma 4's name of the channel."""
+    return _NAMED.sub("", text, count=1)
+
+
+_NAMED = re.compile(r"\Athought(?:\n\s*|\Z)")
 
 _TAGS = [
     re.compile(rf"\A\s*{o}(.*?)(?:{c}|\Z)|{o}(.*?){c}|\A((?:(?!{o}).)*?){c}", re.DOTALL)
@@ -155,7 +164,8 @@ def reasoning_text(tokenizer: Any, tokens: tuple[int, ...]) -> str:
     """Reasoning tokens as text, without markup; harmony's channel headers count as markup."""
     text = tokenizer.decode(list(tokens), skip_special_tokens=False)
     if "<|message|>" not in text:
-        return tokenizer.decode(list(tokens), skip_special_tokens=True).strip()
+        plain = tokenizer.decode(list(tokens), skip_special_tokens=True).strip()
+        return _thought(plain) if FAMILIES["gemma4"][0] in tokenizer.get_added_vocab() else plain
     text = _CHANNEL.sub("\n\n", text).removesuffix("<|start|>assistant<|channel|>")
     return re.sub(r"\s*<\|[a-z]+\|>\s*", "\n\n", text).strip()
 

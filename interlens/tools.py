@@ -76,6 +76,10 @@ class ToolRegistry(Mapping[str, Tool]):
     def __len__(self) -> int:
         return len(self._tools)
 
+    def parameters(self) -> dict[str, Mapping[str, Any]]:
+        """Name -> the JSON schema of its parameters."""
+        return {name: tool.schema["function"].get("parameters") or {} for name, tool in self._tools.items()}
+
     def run(self, call: Call) -> tuple[str, bool]:
         """(result text, whether it is an error). Never raises: what goes wrong is the model's to read."""
         if call.error:

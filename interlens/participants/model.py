@@ -126,7 +126,7 @@ class ModelParticipant(Participant):
         ends = [getattr(config, "eos_token_id", None), self.tokenizer.eos_token_id]
         ids = [i for end in ends if end is not None for i in (end if isinstance(end, (list, tuple)) else [end])]
         known = self.tokenizer.get_added_vocab()
-        ids += [known[text] for text in ("<|call|>", "<|return|>", "<|eom_id|>") if text in known]
+        ids += [known[text] for text in ("<|call|>", "<|return|>", "<|eom_id|>", "<|tool_response>") if text in known]
         return tuple(sorted({*ids, *self.template.end_of_turn}))
 
     def reply_ids(self, text: str) -> tuple[int, ...]:
@@ -173,7 +173,7 @@ class ModelParticipant(Participant):
         family = family_of(self.template.source, self.template.takes_tools) if view.tools else None
         for round_ in range(self.max_tool_iters + 1 if view.tools else 1):
             made = yield from self._generate(view, request, round_)
-            text, calls = made.rest(family if request.options.forced is None else None)
+            text, calls = made.rest(family if request.options.forced is None else None, registry)
             spent += len(made.reply.tokens)
             if not calls or round_ == self.max_tool_iters or request.tokens_left == spent:
                 break
@@ -245,14 +245,14 @@ class Generation:
             tokens = tokens[:-1]
         return split_reply(tokens, self.asked.layout.markers)
 
-    def rest(self, family: Any) -> tuple[str, list]:
+    def rest(self, family: Any, tools: ToolRegistry) -> tuple[str, list]:
         """(content, calls) of the reply."""
         decode = self.participant.tokenizer.decode
         content = decode(list(self.halves[1]), skip_special_tokens=True).strip()
         if family is None:
             return content, []
         text = self.raw if family.in_reasoning else decode(list(self.halves[1]), skip_special_tokens=False)
-        left, calls = family.parse(text)
+        left, calls = family.parse(text, tools.parameters())
         if not calls:
             return content, []
         if family.in_reasoning:
