@@ -24,6 +24,8 @@ class Capturing:
     cache: ActivationCache
     names: frozenset[str]
     """The participants it records."""
+    branched: bool = False
+    """A branch was made meanwhile, which it does not record."""
 
 
 def refuse(speaker: Participant, options: TurnOptions) -> None:

@@ -192,6 +192,11 @@ class Conversation(ConversationState):
             yield cache
         finally:
             self.capturing = [b for b in self.capturing if b is not block]
+        if block.branched and not len(cache):
+            raise UnsupportedIntervention(
+                "this capture recorded nothing: a branch was made inside it, and a branch records into nothing of its "
+                "parent's; open branch.capture(...) on the branch itself"
+            )
 
     def add_capture(self, spec: Any, cache: ActivationCache, participants: Any = None) -> Capturing:
         """Record into `cache` from now on; `capture` is the block that also ends it.
@@ -209,6 +214,11 @@ class Conversation(ConversationState):
             )
         for p in given:
             check_places(spec, p)
+        if not any(p.capturable for p in given):
+            raise UnsupportedIntervention(
+                f"a capture here can record nobody: {', '.join(cannot)} are no local models, and only those can be "
+                "captured; leave the capture out, or make one of them a ModelParticipant"
+            )
         cache.skipped.extend(name for name in cannot if name not in cache.skipped)
         block = Capturing(spec, cache, frozenset(p.name for p in given if p.capturable))
         self.capturing.append(block)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .statistics import Groups, as_float64, group_index
+from .statistics import Groups, as_float64, as_labels, group_index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class NoDirection(ValueError):
 
 def check_rows(x: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
     """Rows as float64 [N, D] and labels as bool [N]; ValueError for one class, other shapes, NaN or infinity."""
-    x, y = as_float64(x), np.asarray(y, dtype=bool)
+    x, y = as_float64(x), as_labels(y)
     if x.ndim != 2 or y.shape != (len(x),):
         raise ValueError(f"a probe takes rows [N, D] and labels [N], got {x.shape} and {y.shape}")
     if y.all() or not y.any():
@@ -75,6 +75,10 @@ def difference_of_means(x: Any, y: Any, groups: Groups = None, weights: Any = No
     """
     x, y = check_rows(x, y)
     times = np.ones(len(y)) if weights is None else as_float64(weights)
+    if times.shape != y.shape or not (np.isfinite(times) & (times >= 0)).all():
+        raise ValueError(f"weights must be {len(y)} finite numbers of at least 0, one per row, got {weights!r}")
+    if not (times[y].sum() > 0 and times[~y].sum() > 0):
+        raise ValueError("weights leave a class without any row; each needs one with a weight above 0")
     means = [np.average(x[side], axis=0, weights=times[side]) for side in (y, ~y)]
     return _probe("difference_of_means", means[0] - means[1], x, y)
 
@@ -183,5 +187,8 @@ def cosine_map(directions: Mapping[str, Any]) -> tuple[list[str], np.ndarray]:
     """Names and cosines [n, n] of named directions [D]."""
     names = list(directions)
     rows = np.stack([as_float64(directions[name]) for name in names])
+    norms = np.linalg.norm(rows, axis=1)
+    if bad := [name for name, norm in zip(names, norms, strict=True) if not (np.isfinite(norm) and norm > 0)]:
+        raise ValueError(f"the directions {bad} are zero or not finite, and have no cosine with any other")
     rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
     return names, rows @ rows.T

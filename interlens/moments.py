@@ -99,6 +99,8 @@ class Moments:
         times = None if weights is None else as_float64(weights)
         if times is not None and times.shape != (len(values),):
             raise ValueError(f"weights of shape {times.shape} for {len(values)} rows")
+        if times is not None and not ((times >= 0) & (times == np.floor(times))).all():
+            raise ValueError("weights say how many times a row counts: whole numbers of at least 0")
         step = max(CHUNK_VALUES // max(self.width, 1), 1)
         if self.has_covariance:
             step = max(step, 1024)

@@ -25,7 +25,19 @@ from .fitting import (
     pca_of_differences,
     project,
 )
-from .statistics import Groups, Interval, RankedScores, auroc, bootstrap, group_index, recall_at_fpr
+from .given import whole
+from .statistics import (
+    Groups,
+    Interval,
+    RankedScores,
+    as_float64,
+    as_hashable,
+    as_labels,
+    auroc,
+    bootstrap,
+    group_index,
+    recall_at_fpr,
+)
 
 __all__ = [
     "METHODS", "Evaluation", "NoDirection", "Probe", "cosine_map", "difference_of_means", "evaluate", "fit", "lda",
@@ -80,9 +92,9 @@ def split_by_group(y: Any, groups: Groups, folds: int = 5, seed: int = 0) -> np.
     """Fold of each row, [N]: whole groups together, classes balanced as far as groups allow. At most one per group."""
     from sklearn.model_selection import StratifiedGroupKFold
 
-    y = np.asarray(y, dtype=bool)
+    y = as_labels(y)
     index, num_groups = group_index(groups, len(y))
-    folds = min(folds, num_groups)
+    folds = min(whole(folds, "folds"), num_groups)
     if folds < 2:
         raise ValueError(f"a held-out split needs at least 2 groups, got {num_groups}")
     fold_of = np.zeros(len(y), dtype=np.int64)
@@ -94,7 +106,7 @@ def split_by_group(y: Any, groups: Groups, folds: int = 5, seed: int = 0) -> np.
 
 def permute_labels(y: Any, groups: Groups, rng: np.random.Generator) -> np.ndarray:
     """Labels shuffled as groups allow: within groups that have both classes; whole groups among those with one."""
-    y = np.asarray(y, dtype=bool)
+    y = as_labels(y)
     index, num_groups = group_index(groups, len(y))
     shuffled, single = y.copy(), []
     for group in range(num_groups):
@@ -180,7 +192,7 @@ class _Trial:
 
 def _of_rows(options: Mapping[str, Any], rows: np.ndarray) -> dict[str, Any]:
     """Options of a fit with the weights of some rows."""
-    weights = {"weights": options["weights"][rows]} if options.get("weights") is not None else {}
+    weights = {"weights": as_float64(options["weights"])[rows]} if options.get("weights") is not None else {}
     return {**options, **weights}
 
 
@@ -225,7 +237,7 @@ def evaluate(
     ValueError with fewer than two groups or one class.
     """
     layers = {layer: check_rows(rows, y)[0] for layer, rows in (x if isinstance(x, Mapping) else {None: x}).items()}
-    y = np.asarray(y, dtype=bool)
+    y = as_labels(y)
     index, num_groups = group_index(groups, len(y))
     fold_of = split_by_group(y, index, folds, seed)
     trial = _Trial(layers=layers, y=y, index=index, fold_of=fold_of, method=method, options=options, seed=seed)
@@ -264,6 +276,9 @@ def transfer(
     """
     x, y = check_rows(x, y)
     index, _ = group_index(groups, len(y))
+    domains = as_hashable(domains)
+    if len(domains) != len(y):
+        raise ValueError(f"{len(domains)} domains given for {len(y)} rows; give one per row")
     names = list(dict.fromkeys(domains))
     domain = np.array([names.index(d) for d in domains])
     fold_of = split_by_group(y, index, folds, seed)
@@ -273,7 +288,7 @@ def transfer(
         for fold in np.unique(fold_of):
             train = (fold_of != fold) & (domain == a)
             if y[train].any() and not y[train].all():
-                probe = fit(method, x[train], y[train], index[train], **options)
+                probe = fit(method, x[train], y[train], index[train], **_of_rows(options, train))
                 for b in scores:
                     test = (fold_of == fold) & (domain == b)
                     scores[b][test] = probe.score(x[test])

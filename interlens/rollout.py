@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from .capturing import Capturing, check_sites
+from .errors import UnsupportedIntervention
 from .interp.activation_cache import ActivationCache, CaptureSpec, as_tuple
 from .scheduler import drive
 from .transcript import Transcript
@@ -100,6 +101,11 @@ def rollout(
     analyzer: Callable[[C], dict] | None = None, capture: Any = None,
 ) -> RolloutReport[C]:  # fmt: skip
     """See `Conversation.rollout`."""
+    if conversation.capturing:
+        raise UnsupportedIntervention(
+            "a rollout inside a capture block would record nothing there, since its conversations are branches; give "
+            "rollout(..., capture=CaptureSpec(...)): each result then has its own cache"
+        )
     rows = None if data is None else list(data)
     for number, row in enumerate(rows or ()):
         if not isinstance(row, Mapping):

@@ -132,6 +132,8 @@ class ConversationState:
 
         It keeps seed and key, so that it is compared with its parent in pairs; with `seed` it draws anew.
         """
+        for block in self.capturing:
+            block.branched = True
         other = copy.copy(self)
         other.participants = [p.clone() for p in self.participants]
         other.transcript = self.transcript.copy()

@@ -22,6 +22,27 @@ Groups = Sequence[Hashable] | np.ndarray | None
 """The group of each row, [N]; None: every row is its own."""
 
 
+def as_labels(labels: Any) -> np.ndarray:
+    """Labels as bool [N], from booleans or the numbers 0 and 1. ValueError for others, which would all count as True."""
+    if hasattr(labels, "detach"):
+        labels = labels.detach().cpu().numpy()
+    values = np.asarray(labels)
+    if values.dtype == bool:
+        return values
+    numbers = values.dtype.kind in "iuf" or not values.size
+    if not numbers and values.dtype == object:
+        numbers = all(isinstance(value, (bool, int, float, np.bool_, np.number)) for value in values.ravel())
+    if not numbers or not np.isin(values.astype(float), (0, 1)).all():
+        raise ValueError(f"labels must be True or False (or 1 and 0) for each row, got {str(labels)[:80]}")
+    return values.astype(bool)
+
+
+def as_hashable(values: Sequence[Hashable] | np.ndarray) -> Sequence[Hashable]:
+    """Plain values of an array or tensor, whose elements (torch's) would each be a value of their own."""
+    tolist = getattr(values, "tolist", None)
+    return tolist() if callable(tolist) else list(values)
+
+
 @dataclass(frozen=True, kw_only=True)
 class NormFilter:
     """Which rows a norm filter keeps, and what it removed: put this next to every result that used it."""
@@ -83,6 +104,7 @@ def group_index(groups: Groups, length: int) -> tuple[np.ndarray, int]:
     """Groups as whole numbers 0..G-1 in order of appearance, [N], and G. None: every row is its own group."""
     if groups is None:
         return np.arange(length), length
+    groups = as_hashable(groups)
     if len(groups) != length:
         raise ValueError(f"{len(groups)} groups given for {length} rows")
     seen: dict[Hashable, int] = {}
@@ -110,6 +132,8 @@ def bootstrap(
     `statistic(weights [N])` computes the value with each row counted `weights` times; it may return NaN for a resample
     in which it does not exist (one class missing), and that resample is left out.
     """
+    if draws < 1 or not 0 < level < 1:
+        raise ValueError(f"draws must be at least 1 and level lie in (0, 1), got draws={draws!r}, level={level!r}")
     index, num_groups = group_index(groups, length)
     value = float(statistic(np.ones(length)))
     drawn = np.array([statistic(row[index]) for row in bootstrap_weights(num_groups, draws, seed)])
@@ -133,9 +157,10 @@ class RankedScores:
     """Scores sorted once, so that AUROC under any row weights costs O(N): what a bootstrap needs."""
 
     def __init__(self, scores: Any, labels: Any):
-        scores, self.labels = as_float64(scores), np.asarray(labels, dtype=bool)
+        scores, self.labels = as_float64(scores), as_labels(labels)
         if scores.shape != self.labels.shape:
             raise ValueError(f"{scores.shape} scores given for {self.labels.shape} labels")
+        _refuse_nan(scores)
         self._order = np.argsort(scores, kind="stable")
         ranked = scores[self._order]
         self._bin = np.concatenate([[0], np.cumsum(ranked[1:] != ranked[:-1])]).astype(np.int64)
@@ -150,6 +175,12 @@ class RankedScores:
         return float(wins @ (below + 0.5 * losses)), float(wins.sum() * losses.sum())
 
 
+def _refuse_nan(scores: np.ndarray) -> None:
+    missing = int(np.isnan(scores).sum())
+    if missing:
+        raise ValueError(f"{missing} of {scores.size} scores are NaN, which no order has a place for; drop them first")
+
+
 def auroc(scores: Any, labels: Any) -> float:
     """Area under the ROC curve: the chance that a positive scores above a negative, ties one half. NaN if one class."""
     won, pairs = RankedScores(scores, labels).pairs()
@@ -161,10 +192,15 @@ def recall_at_fpr(scores: Any, labels: Any, fpr: float = 0.01) -> float:
 
     With fewer than 1/fpr negatives this is the share of positives above every negative.
     """
-    scores, labels = as_float64(scores), np.asarray(labels, dtype=bool)
+    scores, labels = as_float64(scores), as_labels(labels)
+    if scores.shape != labels.shape:
+        raise ValueError(f"{scores.shape} scores given for {labels.shape} labels")
+    _refuse_nan(scores)
+    if not 0 <= fpr <= 1:
+        raise ValueError(f"fpr must lie in [0, 1], got {fpr!r}")
     negatives = np.sort(scores[~labels])[::-1]
     if not labels.any() or not len(negatives):
         return float("nan")
-    allowed = int(np.floor(fpr * len(negatives)))
+    allowed = int(np.floor(fpr * len(negatives) + 1e-9))
     limit = negatives[allowed] if allowed < len(negatives) else -np.inf
     return float((scores[labels] > limit).mean())

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
     "interlens": (
-        "errors sources reasoning written call calls templating visibility",
+        "errors given sources reasoning written call calls templating visibility",
         "moments statistics fitting probes",
         "interp/",
         "adapter_config upcycle preview dequantise adapters loading",

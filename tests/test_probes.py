@@ -2,10 +2,22 @@
 
 import numpy as np
 import pytest
+import torch
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.metrics import roc_auc_score
 
 from interlens import probes
-from interlens.probes import METHODS, cosine_map, evaluate, fit, permute_labels, project, split_by_group
+from interlens.probes import (
+    METHODS,
+    cosine_map,
+    difference_of_means,
+    evaluate,
+    fit,
+    permute_labels,
+    project,
+    split_by_group,
+    transfer,
+)
 
 
 def siblings(seed=0, items=12, each=8, width=32, signal=0.0, within=True):
@@ -183,3 +195,39 @@ def test_shuffled_copies_that_cancel_are_chance_not_an_error():
     found = evaluate(x, y, groups, folds=2, permutations=60, draws=20)
     assert found.auroc.value == 1.0 and found.shuffled["draws"] == 60
     assert abs(found.shuffled["mean"] - 0.5) < 0.2
+
+
+@pytest.mark.parametrize("kind", [list, np.asarray, torch.as_tensor])
+def test_transfer_takes_weights_and_is_scikit_learns_number(kind):
+    """Weighted means by numpy on the training rows of each fold, AUROC within each fold by scikit-learn's metric."""
+    rng = np.random.default_rng(2)
+    y, groups, domains = np.tile([True, False], 40), np.repeat(np.arange(20), 4), np.repeat(["a", "b"], 40)
+    x, weights = rng.standard_normal((80, 5)) + y[:, None] * [1, 0.5, 0, 0, 0], rng.integers(1, 9, 80).astype(float)
+    found = transfer(x, y, kind(groups.tolist()), list(domains), weights=kind(weights.tolist()), draws=5)
+    fold_of = split_by_group(y, groups, 5, 0)
+    for fitted, tested in found:
+        won = total = 0
+        for fold in range(5):
+            train, test = (fold_of != fold) & (domains == fitted), (fold_of == fold) & (domains == tested)
+            if not (y[test].any() and not y[test].all()):
+                continue
+            means = [np.average(x[train & side], axis=0, weights=weights[train & side]) for side in (y, ~y)]
+            pairs = y[test].sum() * (~y[test]).sum()
+            won += roc_auc_score(y[test], x[test] @ (means[0] - means[1])) * pairs
+            total += pairs
+        assert found[fitted, tested].value == pytest.approx(won / total, abs=1e-12)
+    assert set(found) == {(a, b) for a in "ab" for b in "ab"}
+
+
+def test_weights_domains_and_labels_that_do_not_fit_are_refused():
+    x, y = np.random.default_rng(0).standard_normal((8, 3)), np.tile([True, False], 4)
+    for weights in (np.ones(3), -np.ones(8), np.where(y, 1, 0), np.full(8, np.nan)):
+        with pytest.raises(ValueError, match="weights"):
+            difference_of_means(x, y, weights=weights)
+    with pytest.raises(ValueError, match="3 domains given for 8 rows"):
+        transfer(x, y, None, ["a", "b", "c"])
+    for labels in (["warm", "cold"] * 4, [1, -1] * 4, [2.0, 0.0] * 4):
+        with pytest.raises(ValueError, match="labels must be"):
+            difference_of_means(x, labels)
+    with pytest.raises(ValueError, match="zero or not finite"):
+        cosine_map({"a": np.ones(3), "b": np.zeros(3)})

@@ -206,3 +206,58 @@ def test_moments_of_groups_in_one_pass_equal_moments_of_each():
             assert np.allclose(one.m2, alone.m2, rtol=1e-12) and alone.count == one.count
     with pytest.raises(ValueError, match="weights of shape"):
         Moments(9).update(x, weights[:3])
+
+
+def as_given(values, kind):
+    return {"numpy": np.asarray, "torch": torch.as_tensor, "list": lambda v: np.asarray(v).tolist()}[kind](values)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "list"])
+@pytest.mark.parametrize("labels", [bool, int, float])
+def test_auroc_is_scikit_learns_for_labels_of_every_kind(kind, labels):
+    metrics = pytest.importorskip("sklearn.metrics")
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        scores, y = rng.integers(0, 6, 30).astype(float), rng.random(30) < 0.4
+        y[:2] = True, False
+        assert auroc(as_given(scores, kind), as_given(y.astype(labels), kind)) == pytest.approx(
+            metrics.roc_auc_score(y, scores), abs=1e-12
+        )
+
+
+def test_scores_that_have_no_order_and_labels_that_are_none_are_refused():
+    nan = float("nan")
+    for scores in ([nan, nan, 1, 2], [1, 2, 3, nan], torch.tensor([nan, 0, 0, 0])):
+        for measure in (auroc, recall_at_fpr):
+            with pytest.raises(ValueError, match="NaN"):
+                measure(scores, [True, True, False, False])
+    for labels in (["yes", "no"] * 2, [-1, 1, 1, -1], [2, 0, 0, 0], [nan, 1, 0, 0], [None, True, False, True], "TTFF"):
+        with pytest.raises(ValueError, match=r"labels must be True or False|labels"):
+            auroc([1, 2, 3, 4], labels)
+    assert auroc([float("inf"), 1, 0, -float("inf")], [True, True, False, False]) == 1.0
+
+
+@pytest.mark.parametrize("fpr", [0.01, 0.05, 0.07, 0.29, 0.57, 0.58, 1.0, 0.0])
+def test_recall_at_a_false_positive_rate_is_that_of_scikit_learns_curve(fpr):
+    metrics = pytest.importorskip("sklearn.metrics")
+    rng = np.random.default_rng(4)
+    y = np.repeat([True, False], [80, 100])
+    scores = rng.standard_normal(180) + y
+    rates, recalls, _ = metrics.roc_curve(y, scores, drop_intermediate=False)
+    assert recall_at_fpr(scores, y, fpr) == pytest.approx(recalls[rates <= fpr + 1e-12].max(), abs=1e-12)
+
+
+def test_groups_in_a_tensor_are_groups_by_value():
+    values, groups = torch.arange(6.0), torch.tensor([0, 0, 1, 1, 2, 2])
+    expected = mean_interval(values, [0, 0, 1, 1, 2, 2], seed=1)
+    assert expected.groups == 3
+    assert mean_interval(values, groups, seed=1) == expected == mean_interval(values, groups.numpy(), seed=1)
+
+
+def test_what_a_bootstrap_and_moments_cannot_take_is_refused():
+    for bad in (dict(draws=0), dict(level=0), dict(level=1), dict(level=95)):
+        with pytest.raises(ValueError, match="draws must be"):
+            mean_interval([1.0, 2.0], **bad)
+    for weights in ([0.5, 1], [-1, 1], [float("nan"), 1]):
+        with pytest.raises(ValueError, match="whole numbers"):
+            Moments(2).update(np.ones((2, 2)), weights)

@@ -75,6 +75,11 @@ def _edit(model, sequence: TokenSequence, intervention: Intervention) -> Edit | 
     """None if the intervention provably changes nothing."""
     if not isinstance(intervention, Intervention):
         raise ValueError(f"{type(intervention).__name__} is not an intervention; see interlens.interp.Intervention")
+    if not isinstance(intervention.tokens, Select):
+        raise ValueError(
+            f"the tokens of {type(intervention).__name__} are {intervention.tokens!r}; they must be a Select: make one of "
+            "what the user gives with Select.of"
+        )
     site = require_site(model, intervention.site)
     layers = resolve_layers(model, intervention.layers, site)
     for layer in layers:
@@ -121,22 +126,29 @@ def reply_of(row: Row) -> Reply:
 
 
 def modified(row: Row, interventions: Sequence[Intervention]) -> tuple[int, ...]:
-    """Per intervention, how many positions of the finished sequence carry its edit."""
-    return tuple(0 if spec.is_noop() else int(_mask_sum(spec.tokens, row.sequence)) for spec in interventions)
+    """Per intervention, how many positions of the finished sequence carry its edit, among those that are reached."""
+    stop = reached(row.sequence)
+    return tuple(0 if spec.is_noop() else int(spec.tokens.mask(row.sequence, 0, stop).sum()) for spec in interventions)
+
+
+def reached(sequence: TokenSequence) -> int:
+    """How many positions of a finished sequence count as computed: all but the last generated one.
+
+    Nothing follows that one, so it is fed only where it is captured; what counts does not depend on that.
+    """
+    return len(sequence) - (len(sequence) > sequence.num_prompt)
 
 
 def unreached(row: Row) -> str | None:
     """What to say if an intervention names positions that the finished sequence does not have."""
-    length = len(row.sequence)
+    length, end = len(row.sequence), reached(row.sequence)
     for edit in row.edits:
-        beyond = [p for p in edit.intervention.required_positions(row.sequence.num_prompt) if not 0 <= p < length]
+        beyond = [p for p in edit.intervention.required_positions(row.sequence.num_prompt) if not 0 <= p < end]
         if beyond:
             return (
                 f"positions {beyond} of an intervention at {edit.site} were never reached: the sequence ended with "
-                f"{length} tokens ({row.sequence.num_prompt} of them prompt); give positions below its length"
+                f"{length} tokens ({row.sequence.num_prompt} of them prompt), "
+                f"and the last generated one feeds nothing; give positions below {end}, or narrow Patch.from_record with "
+                f"tokens='prompt'"
             )
     return None
-
-
-def _mask_sum(tokens: Select, sequence: TokenSequence) -> int:
-    return int(tokens.mask(sequence).sum())

@@ -17,6 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..given import Given, real, whole, wholes
+from .counted import CountedList
 from .select import Select
 from .sites import PATTERN, Site, canonical_site
 
@@ -89,12 +91,12 @@ class CaptureSpec:
     max_norm: float | None = None
 
     def __init__(
-        self, sites: str | Sequence[str] = ("residual",), layers: int | Sequence[int] | None = None,
-        offload: str | None = "cpu", tokens: Select = _ALL, pool: str | None = None, source: str = "run",
-        max_norm: float | None = None,
+        self, sites: str | Sequence[str] = ("residual",), layers: Given = None, offload: Any = "cpu",
+        tokens: Select | str | Any = _ALL, pool: str | None = None, source: str = "run", max_norm: Given = None,
     ):  # fmt: skip
         sites = tuple(dict.fromkeys((sites,) if isinstance(sites, str) else sites))
-        layers = (layers,) if isinstance(layers, int) else None if layers is None else tuple(layers)
+        layers = None if layers is None else wholes(layers, "layers (None: all)")
+        max_norm = None if max_norm is None else real(max_norm, "max_norm (None: no limit)")
         if not sites:
             raise ValueError("CaptureSpec names no site; give at least one")
         for site in sites:
@@ -106,13 +108,10 @@ class CaptureSpec:
             raise ValueError(f"no source {source!r}; possible: 'run', 'clean'")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, or None for no limit; got {max_norm!r}")
-        if offload not in ("cpu", None):
-            raise ValueError(f"cannot offload to {offload!r}; possible: 'cpu', None")
-        if not isinstance(tokens, Select):
-            raise ValueError(f"tokens must be a Select, got {tokens!r}")
         given = dict(
-            sites=sites, layers=layers, offload=offload, tokens=tokens, pool=pool, source=source, max_norm=max_norm
-        )
+            sites=sites, layers=layers, offload=_offload(offload), tokens=Select.of(tokens), pool=pool, source=source,
+            max_norm=max_norm,
+        )  # fmt: skip
         for name, value in given.items():
             object.__setattr__(self, name, value)
 
@@ -149,14 +148,19 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 class ActivationCache:
-    """Records in insertion order, found by participant, message, layer, site, pool and sample through indexes."""
+    """Records in insertion order, found by participant, message, layer, site, pool and sample through indexes.
+
+    `records` is an ordinary list: what is appended to it, put in it or taken out of it counts at the next query.
+    """
 
     def __init__(self, offload: OffloadLocation = "cpu"):
-        self.offload = offload
-        self.records: list[ActivationRecord] = []
+        self.offload = _offload(offload)
+        self.records: list[ActivationRecord] = CountedList()
         self.skipped: list[str] = []
         """Participants that could not be captured."""
         self._indexes: dict[tuple[str, ...], dict[tuple, list[ActivationRecord]]] = {}
+        self._indexed: tuple[int, int] = (0, 0)
+        """Which list the indexes are over, and its changes then."""
 
     def add(self, record: ActivationRecord) -> None:
         """Add one record; moved as `offload` says."""
@@ -174,23 +178,43 @@ class ActivationCache:
             self._append(dataclasses.replace(record, tensor=tensor))
 
     def _append(self, record: ActivationRecord) -> None:
+        self._check_indexes()
         self.records.append(record)
+        self._indexed = self._state()
         for names, index in self._indexes.items():
             index.setdefault(tuple(getattr(record, name) for name in names), []).append(record)
+
+    def _state(self) -> tuple[int, int]:
+        if not isinstance(self.records, CountedList):
+            self.records = CountedList(self.records)
+        return id(self.records), self.records.changes
+
+    def _check_indexes(self) -> None:
+        """Forget the indexes if somebody else has changed `records`."""
+        if self._indexed != self._state():
+            self._indexes.clear()
+            self._indexed = self._state()
 
     def query(
         self,
         *,
         participant: str | None = None,
-        message_idx: int | None = None,
-        layer: int | None = None,
+        message_idx: Given = None,
+        layer: Given = None,
         site: str | None = None,
         pool: Any = ANY,
         sample: Any = ANY,
     ) -> list[ActivationRecord]:
         """Records that match, in insertion order. None does not filter, except for `pool` (None: unpooled) and
         `sample` (None: committed), where `ANY` does not."""
-        filters = {"participant": participant, "message_idx": message_idx, "layer": layer}
+        filters = {
+            "participant": participant,
+            "message_idx": None if message_idx is None else whole(message_idx, "message_idx"),
+            "layer": None if layer is None else whole(layer, "layer"),
+        }
+        if pool is not ANY and pool not in POOLS:
+            raise ValueError(f"no pool {pool!r}; possible: None (unpooled), 'mean', 'last', 'max', ANY")
+        sample = sample if sample is ANY or sample is None else whole(sample, "sample")
         given = {name: value for name, value in filters.items() if value is not None}
         if site is not None:
             given["site"] = canonical_site(site)
@@ -198,6 +222,7 @@ class ActivationCache:
         if not given:
             return list(self.records)
         names = tuple(given)
+        self._check_indexes()
         if names not in self._indexes:
             index = self._indexes[names] = {}
             for record in self.records:
@@ -208,8 +233,8 @@ class ActivationCache:
         self,
         *,
         participant: str | None = None,
-        message_idx: int | None = None,
-        layer: int | None = None,
+        message_idx: Given = None,
+        layer: Given = None,
         site: str = "residual",
         pool: Any = None,
         sample: Any = ANY,
@@ -221,8 +246,9 @@ class ActivationCache:
         found = self.query(**filters)
         if len(found) == 1:
             return found[0].tensor
-        shown = ", ".join(f"{k}={v!r}" for k, v in filters.items() if v is not ANY and (v is not None or k == "pool"))
-        raise KeyError(f"{len(found)} records match {shown}; {_differences(found or self.records)}")
+        filters = {k: v for k, v in filters.items() if v is not ANY and (v is not None or k in ("pool", "sample"))}
+        shown = ", ".join(f"{k}={v!r}" for k, v in filters.items())
+        raise KeyError(f"{len(found)} records match {shown}; {_why(found, self.records, filters)}")
 
     def stack(self, **filters: Any) -> tuple[Tensor, list[ActivationRecord]]:
         """Rows of all records that match `query(**filters)` as one tensor [N, W], and the records, in insertion order.
@@ -232,7 +258,7 @@ class ActivationCache:
         """
         records = self.query(**filters)
         if not records:
-            raise KeyError(f"no records match {filters}; {_differences(self.records)}")
+            raise KeyError(f"no records match {filters}; {_why((), self.records, filters)}")
         widths = {record.tensor.shape[-1] for record in records}
         if len(widths) > 1:
             raise ValueError(f"records of widths {sorted(widths)} do not stack; {_differences(records)}")
@@ -285,6 +311,28 @@ class ActivationCache:
                 row["phases"] = {phase: tuple(span) for phase, span in row["phases"].items()}
                 cache._append(ActivationRecord(tensor=file.get_tensor(str(number)), **row))
         return cache
+
+
+def _why(found: Sequence[ActivationRecord], records: Sequence[ActivationRecord], filters: Mapping[str, Any]) -> str:
+    """What to ask for instead: where several records match, what tells them apart; where none does, what there is."""
+    if found or not records:
+        return _differences(found)
+    missing = []
+    for name, value in filters.items():
+        have = list(dict.fromkeys(getattr(record, name) for record in records))
+        wanted = canonical_site(value) if name == "site" and value is not None else value
+        if (value is not None or name in ("pool", "sample")) and value is not ANY and wanted not in have:
+            shown = f"every one has {name}={have[0]!r}" if len(have) == 1 else f"{name} in {have[:8]}"
+            missing.append(f"no record has {name}={value!r}: {shown}{'...' if len(have) > 8 else ''}")
+    return "; ".join(missing) or _differences(records)
+
+
+def _offload(offload: Any) -> OffloadLocation:
+    if offload not in ("cpu", None):
+        raise ValueError(
+            f"cannot offload to {offload!r}; possible: 'cpu', or None to leave captures on the model's device"
+        )
+    return offload
 
 
 def _differences(records: Sequence[ActivationRecord]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from ..errors import UnknownSite, UnsupportedIntervention
+from ..given import Given, wholes
 from .activation_cache import OffloadLocation, offload_to_cpu
 from .locate import locator, num_layers
 from .packing import pack
@@ -28,7 +28,7 @@ class AttentionPattern(NamedTuple):
 def attention_patterns(
     model: nn.Module,
     input_ids: Int[Tensor, "row token"] | Int[Tensor, " token"],
-    layers: Sequence[int] | int | None = None,
+    layers: Given = None,
     attention_mask: Tensor | None = None,
     offload: OffloadLocation = "cpu",
 ) -> list[AttentionPattern]:
@@ -46,12 +46,11 @@ def attention_patterns(
             "call model.set_attn_implementation('eager') or load with attention='eager'"
         )
     have, count = _attending(model), num_layers(model)
-    wanted = have if layers is None else [layers] if isinstance(layers, int) else list(layers)
+    wanted = have if layers is None else wholes(layers, "layers (None: all)")
     if not wanted:
         raise UnknownSite("no layer given; give at least one, or None for all")
     for layer in wanted:
-        exists = isinstance(layer, int) and not isinstance(layer, bool) and -count <= layer < count
-        if not exists or layer % count not in have:
+        if not -count <= layer < count or layer % count not in have:
             raise UnknownSite(
                 f"layer {layer} has no attention pattern; layers that have one: {', '.join(map(str, have))}"
             )

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..given import whole
 from .routing import RoutingCapture
 
 Loads = Float[Tensor, "layer expert"] | Float[np.ndarray, "layer expert"]
@@ -48,10 +49,12 @@ def routing_stats(
 ) -> RoutingStats:
     """Load and mass of captures (one per layer, all of the same tokens) over the union of `spans` (python slices).
 
-    ValueError without captures, without tokens, for layers given twice or of different lengths.
+    `n_experts`: of the widest router (`moe_num_experts`); narrower layers have zeros at the end. ValueError without
+    captures, without tokens, for another number of experts, for layers given twice or of different lengths.
     """
     if not captures:
         raise ValueError("there are no routing captures")
+    n_experts = _num_experts(captures, n_experts)
     layers = tuple(capture.layer for capture in captures)
     lengths = {len(capture.topk_experts) for capture in captures}
     if len(set(layers)) != len(layers) or len(lengths) > 1:
@@ -72,9 +75,20 @@ def routing_stats(
         loads.append(torch.bincount(experts.reshape(-1), minlength=n_experts).double() / experts.numel())
         if capture.router_logits is not None:
             scores = expert_scores(capture)[chosen.to(capture.router_logits.device)].cpu()
-            masses.append(scores.mean(0))
+            masses.append(torch.nn.functional.pad(scores.mean(0), (0, n_experts - scores.shape[-1])))
     mass = torch.stack(masses) if len(masses) == len(captures) else None
     return RoutingStats(torch.stack(loads), mass, layers, tokens, captures[0].topk_experts.shape[1])
+
+
+def _num_experts(captures: Sequence[RoutingCapture], n_experts: int) -> int:
+    """`n_experts` as an int. ValueError where the captures show another number."""
+    n_experts = whole(n_experts, "n_experts")
+    widths = {c.router_logits.shape[-1] for c in captures if c.router_logits is not None}
+    highest = max((int(c.topk_experts.max()) for c in captures if c.topk_experts.numel()), default=-1)
+    if n_experts < 1 or (widths and max(widths) != n_experts) or highest >= n_experts:
+        known = f"their routers have {max(widths)}" if widths else f"they pick expert {highest}"
+        raise ValueError(f"n_experts={n_experts} does not fit these captures: {known}; see moe_num_experts(model)")
+    return n_experts
 
 
 def expert_scores(capture: RoutingCapture) -> Float[Tensor, "token expert"]:
@@ -84,6 +98,12 @@ def expert_scores(capture: RoutingCapture) -> Float[Tensor, "token expert"]:
             "this capture kept no logits (top_k_only), and scores of experts that were not picked need them"
         )
     logits = capture.router_logits.double()
+    if capture.score_function not in ("softmax", "sigmoid"):
+        raise ValueError(
+            f"this capture does not say how its router makes scores of logits (score_function="
+            f"{capture.score_function!r}): keep it with capture._replace(...), or give score_function='softmax' or "
+            "'sigmoid'"
+        )
     if capture.score_function == "softmax":
         return logits.softmax(-1)
     scores = logits.sigmoid()
@@ -92,14 +112,25 @@ def expert_scores(capture: RoutingCapture) -> Float[Tensor, "token expert"]:
 
 def _distributions(p, q) -> tuple[Tensor, Tensor]:
     p, q = (torch.as_tensor(x).double() for x in (p, q))
+    shapes = f"distributions of shapes {tuple(p.shape)} and {tuple(q.shape)}"
     p, q = (x[None] if x.dim() == 1 else x for x in (p, q))
-    if p.shape != q.shape:
-        raise ValueError(f"distributions of shapes {tuple(p.shape)} and {tuple(q.shape)}")
+    if not p.dim() or not q.dim() or p.shape[-1] != q.shape[-1]:
+        raise ValueError(f"{shapes}; both must be [E] or [..., E], over the same experts")
+    try:
+        p, q = torch.broadcast_tensors(p, q)
+    except RuntimeError:
+        raise ValueError(f"{shapes}; give as many layers of both, or one [E] for all layers") from None
+    for x in (p, q):
+        if not bool(((x >= 0) & x.isfinite()).all()) or not bool((x.sum(-1) > 0).all()):
+            raise ValueError(f"{shapes}; every value must be finite and at least 0, and every row have some mass")
     return p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
 
 
 def kl_divergence(p: Loads, q: Loads, eps: float = 1e-8) -> Float[Tensor, " layer"]:
-    """KL(p || q) per layer [L], in nats; `eps` is added inside both logarithms, so that it is finite."""
+    """KL(p || q) per layer [L], in nats; p and q broadcast ([E] serves all layers).
+
+    `eps` is added inside both logarithms, so that it is finite.
+    """
     p, q = _distributions(p, q)
     return (p * ((p + eps).log() - (q + eps).log())).sum(-1)
 
@@ -114,7 +145,7 @@ def js_divergence(p: Loads, q: Loads) -> Float[Tensor, " layer"]:
 def topk_expert_overlap(p: Loads, q: Loads, k: int = 8) -> Float[Tensor, " layer"]:
     """Share of the k most used experts that p and q have in common, per layer [L]; k is at most E."""
     p, q = _distributions(p, q)
-    k = min(k, p.shape[-1])
+    k = min(whole(k, "k"), p.shape[-1])
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
     tops = [torch.zeros_like(x, dtype=torch.bool).scatter_(-1, x.topk(k, dim=-1).indices, True) for x in (p, q)]

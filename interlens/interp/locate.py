@@ -6,13 +6,13 @@ declared structure, checked by the contracts of all sites before anything is off
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
 from ..errors import UnknownSite
+from ..given import Given, whole, wholes
 from .contracts import check
 from .declared import declared_family
 from .families import Family, registry
@@ -109,7 +109,7 @@ def require_site(model: nn.Module, site: str) -> str:
     return name
 
 
-def resolve_layers(model: nn.Module, layers: int | Sequence[int] | None, site: str = "residual") -> tuple[int, ...]:
+def resolve_layers(model: nn.Module, layers: Given, site: str = "residual") -> tuple[int, ...]:
     """Absolute layers, in the order given, for `site` (canonical or alias) of `model`.
 
     None is every layer that has the site; negatives count from the end. `embed`, `final_norm` and `logits` have one
@@ -125,12 +125,12 @@ def resolve_layers(model: nn.Module, layers: int | Sequence[int] | None, site: s
         layers = (named,) if layers is None else layers
     if layers is None:
         return have
-    wanted = (layers,) if isinstance(layers, int) else tuple(layers)
+    wanted = wholes(layers, "layers (None: all)")
     if not wanted:
         raise UnknownSite("no layer given; give at least one, or None for all")
     result = []
     for layer in wanted:
-        if not isinstance(layer, int) or isinstance(layer, bool) or not -count <= layer < count:
+        if not -count <= layer < count:
             raise UnknownSite(
                 f"no layer {layer!r}: this model has {count} layers, 0 to {count - 1} (or -{count} to -1)"
             )
@@ -142,9 +142,9 @@ def resolve_layers(model: nn.Module, layers: int | Sequence[int] | None, site: s
     return tuple(dict.fromkeys(result))
 
 
-def site_width(model: nn.Module, site: str, layer: int = 0) -> int:
+def site_width(model: nn.Module, site: str, layer: Given = 0) -> int:
     """Width of the last axis of `site` at `layer`."""
-    at, site = locator(model), require_site(model, site)
+    at, site, layer = locator(model), require_site(model, site), whole(layer, "layer")
     layer = at.home(site)[0] if site in ROOT_SITES else layer % len(at.layers)
     if at.place(site, layer) is None:
         raise UnknownSite(f"layer {layer} has no site {site!r}; layers that have it: {at.layers_with(site)}")

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..given import Given, whole, wholes
 from .activation_cache import ActivationRecord
 from .registration import Registration, register
 from .select import Layout, Select, TokenSequence
@@ -36,10 +37,8 @@ class Patch:
 
     per_position = True
 
-    def __init__(
-        self, activations: Tensor, layer: int, positions: int | Sequence[int], site: str = "residual", rank: int = 0
-    ):
-        positions = (positions,) if isinstance(positions, int) else tuple(int(p) for p in positions)
+    def __init__(self, activations: Tensor, layer: Given, positions: Given, site: str = "residual", rank: int = 0):
+        positions, layer = wholes(positions, "positions"), whole(layer, "layer")
         activations = torch.as_tensor(activations).detach()
         if activations.dim() != 2 or len(activations) != len(positions) or not positions:
             raise ValueError(
@@ -53,19 +52,20 @@ class Patch:
         if not bool(activations.isfinite().all()):
             raise ValueError("the activations of a patch must be finite")
         values = dict(
-            activations=activations, layer=int(layer), positions=positions, site=site_at(site, (layer,)), rank=rank
+            activations=activations, layer=layer, positions=positions, site=site_at(site, (layer,)), rank=rank
         )
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     @classmethod
-    def from_record(cls, record: ActivationRecord, tokens: Select | None = None, shift: int = 0) -> Patch:
+    def from_record(cls, record: ActivationRecord, tokens: Select | str | Any = None, shift: Given = 0) -> Patch:
         """A patch that puts a record's rows back at the positions they came from, moved by `shift`.
 
         `tokens` narrows to the rows it selects, of the record's own sequence (`prompt`, `generated`, `phase`,
         `positions`, `window`); negatives count from the record's prompt rows. ValueError for a pooled record,
         or if no row is left.
         """
+        tokens, shift = None if tokens is None else Select.of(tokens), whole(shift, "shift")
         if record.pool is not None:
             raise ValueError(f"a record pooled by {record.pool!r} has no rows to put back; capture it without pool")
         if len(record.positions) != len(record.tensor):
@@ -173,6 +173,16 @@ class AlignedPatch:
     tokens: Select
     site: str = "residual"
     rank: int = 0
+
+    def __init__(
+        self, activations: Tensor, layer: Given, tokens: Select | str | Any, site: str = "residual", rank: int = 0
+    ):
+        layer = whole(layer, "layer")
+        values = dict(
+            activations=activations, layer=layer, tokens=Select.of(tokens), site=site_at(site, (layer,)), rank=rank
+        )
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     def bound(self, ids: Sequence[int], layout: Layout) -> Patch:
         """The patch for this prompt. ValueError, with both lengths, unless as many positions are selected as rows."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import HookDidNotFire, UnknownSite
+from ..given import Given, real, wholes
 from .activation_cache import ActivationRecord, offload_to_cpu
 from .attach import FirstLinear
 from .locate import locator, resolve_layers
@@ -42,10 +43,25 @@ class _Capture(NamedTuple):
 
 
 class RoutingCapture(_Capture):
-    """Routing of S tokens in one layer, `(layer, router_logits, topk_experts, topk_probs)`."""
+    """Routing of S tokens in one layer, `(layer, router_logits, topk_experts, topk_probs)`.
 
-    score_function: str = "softmax"
-    """How this router turns logits into scores, before bias and selection: "softmax" or "sigmoid"."""
+    `score_function` is no part of the tuple, but `_replace`, copies and pickles keep it.
+    """
+
+    score_function: str | None
+    """How this router turns logits into scores, before bias and selection: "softmax", "sigmoid", None: not known."""
+
+    def __new__(cls, layer, router_logits, topk_experts, topk_probs, score_function: str | None = None):
+        capture = super().__new__(cls, layer, router_logits, topk_experts, topk_probs)
+        capture.score_function = score_function
+        return capture
+
+    def _replace(self, **changes) -> RoutingCapture:
+        """A capture with other values of some fields, `score_function` among them."""
+        values = {**self._asdict(), "score_function": self.score_function, **changes}
+        if unknown := values.keys() - {*self._fields, "score_function"}:
+            raise ValueError(f"no fields {sorted(unknown)}; there are: {', '.join(self._fields)}, score_function")
+        return RoutingCapture(**values)
 
 
 def moe_layer_indices(model: nn.Module) -> tuple[int, ...]:
@@ -71,7 +87,7 @@ def moe_topk(model: nn.Module) -> int:
 def capture_router_logits(
     model: nn.Module,
     input_ids: Int[Tensor, "row token"],
-    layers: Sequence[int] | int | None = None,
+    layers: Given = None,
     top_k_only: bool = False,
     offload: str | None = "cpu",
     attention_mask: Tensor | None = None,
@@ -158,9 +174,13 @@ def _read(output) -> tuple[Tensor, Tensor, Tensor]:
 
 def _capture(at: Locator, layer: int, logits: Tensor | None, experts: Tensor, weights: Tensor) -> RoutingCapture:
     logits = None if logits is None else logits.float()
-    capture = RoutingCapture(layer, logits, experts.to(torch.int16), weights.to(torch.float16))
-    capture.score_function = _score_function(_router(at, layer).module)
-    return capture
+    return RoutingCapture(
+        layer,
+        logits,
+        experts.to(torch.int16),
+        weights.to(torch.float16),
+        _score_function(_router(at, layer).module),
+    )
 
 
 class _Names(TorchFunctionMode):
@@ -196,22 +216,22 @@ class RouterSteeringSpec:
     rank = 1
     per_position = False
 
-    def __init__(self, bias: Tensor, layers: int | Sequence[int], coef: float = 1.0, tokens: Select = _ALL):
-        layers = (layers,) if isinstance(layers, int) else tuple(int(layer) for layer in layers)
+    def __init__(self, bias: Tensor, layers: Given, coef: Given = 1.0, tokens: Select | str | Any = _ALL):
+        layers, coef, tokens = wholes(layers, "layers"), real(coef, "coef"), Select.of(tokens)
         bias = torch.as_tensor(bias).detach().to(torch.float32, copy=True).cpu()
         bias = bias[None] if bias.dim() == 1 else bias
         if layers and min(layers) < 0:
             raise ValueError(f"name true (non-negative) layers, got {list(layers)}")
         if not layers or bias.dim() != 2 or len(bias) != len(layers) or len(set(layers)) != len(layers):
             raise ValueError(f"bias of shape {tuple(bias.shape)} for layers {list(layers)}; it must be [layers, E]")
-        if not bool(bias.isfinite().all()) or not np.isfinite(float(coef)):
+        if not bool(bias.isfinite().all()):
             raise ValueError("bias and coef must be finite")
-        for name, value in dict(bias=bias, layers=layers, coef=float(coef), tokens=tokens).items():
+        for name, value in dict(bias=bias, layers=layers, coef=coef, tokens=tokens).items():
             object.__setattr__(self, name, value)
 
     @classmethod
     def toward_load(
-        cls, load: Tensor, layers: int | Sequence[int], coef: float = 1.0, eps: float = 1e-6, **options: Any
+        cls, load: Tensor, layers: Given, coef: Given = 1.0, eps: float = 1e-6, **options: Any
     ) -> RouterSteeringSpec:
         """Bias toward a distribution over experts, `load` [layers, E] (>= 0): log(load + eps), centred per layer."""
         load = torch.as_tensor(load).double()
@@ -219,7 +239,7 @@ class RouterSteeringSpec:
         if bool((load < 0).any()) or not bool((load.sum(-1) > 0).all()):
             raise ValueError("load must be non-negative, with some mass in every layer")
         bias = (load / load.sum(-1, keepdim=True) + eps).log()
-        names = (layers,) if isinstance(layers, int) else tuple(layers)
+        names = wholes(layers, "layers")
         return cls((bias - bias.mean(-1, keepdim=True)).float(), names, coef, **options)
 
     @cached_property

@@ -10,9 +10,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
+from ..given import Given, whole
 from ..reasoning import Markers, PhaseTracker
 
 PHASES = ("prompt", "reasoning", "answer")
@@ -71,6 +73,18 @@ class Select:
     args: tuple = ()
 
     @classmethod
+    def of(cls, given: Any, what: str = "tokens") -> Select:
+        """A selection as a caller gives it: a Select, or its text (see `parse`). ValueError for anything else."""
+        if isinstance(given, Select):
+            return given
+        if isinstance(given, str):
+            return cls.parse(given)
+        raise ValueError(
+            f"{what} must be a Select, such as Select.phase('answer'), or its text as Select.parse reads it, such as "
+            f"'answer - special'; got {given!r}"
+        )
+
+    @classmethod
     def all(cls) -> Select:
         """Every position of the sequence."""
         return cls("all")
@@ -81,9 +95,10 @@ class Select:
         return cls("prompt")
 
     @classmethod
-    def generated(cls, lead: int = 0) -> Select:
+    def generated(cls, lead: Given = 0) -> Select:
         """[P - lead, S). `lead=1` starts at the position that predicts the first new token."""
-        if not isinstance(lead, int) or lead < 0:
+        lead = whole(lead, "lead of Select.generated")
+        if lead < 0:
             raise ValueError(f"lead must be a whole number >= 0, got {lead!r}")
         return cls("generated", (lead,))
 
@@ -95,27 +110,28 @@ class Select:
         return cls("phase", (name,))
 
     @classmethod
-    def positions(cls, *positions: int) -> Select:
+    def positions(cls, *positions: Given) -> Select:
         """These absolute positions; negative ones count from the end of the prompt."""
         if not positions:
             raise ValueError("Select.positions() names no position; give at least one")
-        return cls("positions", tuple(int(p) for p in positions))
+        return cls("positions", tuple(whole(p, "a position") for p in positions))
 
     @classmethod
-    def window(cls, start: int, stop: int, of: str = "prompt") -> Select:
+    def window(cls, start: Given, stop: Given, of: str = "prompt") -> Select:
         """Half-open window within the prompt (negatives from its end) or within what was generated."""
         if of not in ("prompt", "generated"):
             raise ValueError(f"window of {of!r}; possible: 'prompt', 'generated'")
+        start, stop = whole(start, "the start of a window"), whole(stop, "the stop of a window")
         if of == "generated" and (start < 0 or stop < 0):
             raise ValueError("a window of what was generated cannot count from its end, unknown while generating")
         if (start < 0) == (stop < 0) and start >= stop:
             raise ValueError(f"window({start}, {stop}) can never match: it is empty")
-        return cls("window", (int(start), int(stop), of))
+        return cls("window", (start, stop, of))
 
     @classmethod
-    def message(cls, index: int) -> Select:
+    def message(cls, index: Given) -> Select:
         """Content tokens of transcript message `index` in this view, without markup."""
-        return cls("message", (int(index),))
+        return cls("message", (whole(index, "the index of a message"),))
 
     @classmethod
     def special(cls) -> Select:
@@ -136,10 +152,12 @@ class Select:
         """
         return _Parser(text).whole()
 
-    def __or__(self, other: Select) -> Select:
+    def __or__(self, other: Select | str) -> Select:
+        other = Select.of(other, "the right side of |")
         return Select("or", (self, other))
 
-    def __sub__(self, other: Select) -> Select:
+    def __sub__(self, other: Select | str) -> Select:
+        other = Select.of(other, "the right side of -")
         if self == other:
             raise ValueError(f"{self} - {other} can never match: it is empty")
         return Select("minus", (self, other))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..given import Given, real, whole, wholes
 from .registration import Registration, register
 from .select import Select
 from .sites import site_at
@@ -43,20 +44,16 @@ class SteeringSpec:
     per_position = False
 
     def __init__(
-        self, direction: Direction, layers: int | Sequence[int], coef: float = 1.0, mode: str = "add",
-        site: str = "residual", tokens: Select = _ALL,
+        self, direction: Direction, layers: Given, coef: Given = 1.0, mode: str = "add", site: str = "residual",
+        tokens: Select | str | Any = _ALL,
     ):  # fmt: skip
         if mode not in MODES:
             raise ValueError(f"no steering mode {mode!r}; possible: {', '.join(MODES)}")
-        if not isinstance(tokens, Select):
-            raise ValueError(f"tokens must be a Select, got {tokens!r}")
-        if not np.isfinite(float(coef)):
-            raise ValueError(f"coef must be finite, got {coef!r}")
-        names = (layers,) if isinstance(layers, int) else tuple(int(layer) for layer in layers)
+        tokens, coef, names = Select.of(tokens), real(coef, "coef"), wholes(layers, "layers")
         if not names or len(set(names)) != len(names):
             raise ValueError(f"layers must name each layer once and at least one, got {layers!r}")
         values = dict(
-            direction=_directions(direction, names), layers=names, coef=float(coef), mode=mode,
+            direction=_directions(direction, names), layers=names, coef=coef, mode=mode,
             site=site_at(site, names), tokens=tokens,
         )  # fmt: skip
         for name, value in values.items():
@@ -67,8 +64,8 @@ class SteeringSpec:
         cls,
         pos: Tensor | Mapping[int, Tensor],
         neg: Tensor | Mapping[int, Tensor],
-        layers: int | Sequence[int],
-        coef: float = 1.0,
+        layers: Given,
+        coef: Given = 1.0,
         mode: str = "add",
         **options: Any,
     ) -> SteeringSpec:
@@ -77,7 +74,7 @@ class SteeringSpec:
         Both may be {layer: rows} instead. Means are taken in float64. ValueError without rows on both sides, or when
         the means are equal.
         """
-        names = (layers,) if isinstance(layers, int) else tuple(layers)
+        names = wholes(layers, "layers")
         if isinstance(pos, Mapping) and isinstance(neg, Mapping):
             direction: Direction = {layer: _mean_difference(pos[layer], neg[layer]) for layer in names}
         elif isinstance(pos, Tensor) and isinstance(neg, Tensor):
@@ -210,6 +207,7 @@ def _directions(direction: Direction, layers: tuple[int, ...]) -> Direction:
     """Checked copies: one vector, or one of each of `layers`."""
     if not isinstance(direction, Mapping):
         return _checked(direction, "")
+    direction = {whole(layer, "a layer of the directions"): vector for layer, vector in direction.items()}
     missing = [layer for layer in layers if layer not in direction]
     if missing or min(layers) < 0:
         raise ValueError(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from ..given import Given
 from ..interp.activation_cache import CaptureSpec
 from ..interp.capture import capture_activations
 from ..interp.lens import logit_lens
@@ -28,12 +28,11 @@ def lens_table(
     model: nn.Module,
     input_ids: Int[Tensor, " token"] | Int[Tensor, "1 token"],
     *,
-    layers: Sequence[int] | None = None,
+    layers: Given = None,
     top: int = 5,
 ) -> LensTable:
     """The logit lens on every layer's `residual` of one prompt, [S] or [1, S]: one forward and one head per layer."""
     ids = torch.as_tensor(input_ids).reshape(1, -1)
-    layers = layers if layers is None else tuple(layers)
     captured: Any = capture_activations(model, ids, CaptureSpec(layers=layers, offload=None))
     tokens, logprobs = [], []
     with torch.no_grad():

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ..given import Given
 from ..interp.gradients.forward import GradCaptureSpec, forward_with_grad
 from ..interp.pooling import span_pool
 from ..views.render import message_token_ids
@@ -19,7 +20,7 @@ def span_pooled_residuals(
     tokenizer: Any,
     view: Any,
     *,
-    layers: Sequence[int] | int | None,
+    layers: Given,
     sites: Sequence[str] = ("residual",),
     pool: str = "mean",
     grad: bool = False,
@@ -31,7 +32,6 @@ def span_pooled_residuals(
     """
     ids, spans = message_token_ids(tokenizer, view)
     device = next(model.parameters()).device
-    layers = layers if layers is None or isinstance(layers, int) else tuple(layers)
     with torch.set_grad_enabled(grad):
         input_ids = torch.tensor([ids], device=device)
         output = forward_with_grad(model, input_ids=input_ids, capture=GradCaptureSpec(tuple(sites), layers))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ..given import Given, wholes
 from ..interp.activation_cache import CaptureSpec
 from ..interp.capture import capture_activations
 from ..interp.hooks import attached
@@ -24,8 +25,8 @@ def causal_trace(
     metric: Metric,
     *,
     site: str = "residual",
-    layers: Sequence[int] | int | None = None,
-    positions: Sequence[int] | None = None,
+    layers: Given = None,
+    positions: Given = None,
     batch_rows: int = 32,
 ) -> Float[Tensor, "layer position"]:
     """`metric` of the corrupt prompt's run with one (layer, position) of `site` patched from the clean prompt's run.
@@ -40,7 +41,7 @@ def causal_trace(
     if len(corrupt) != length:
         raise ValueError(f"the clean prompt has {length} tokens, the corrupt one {len(corrupt)}; they must be as long")
     site, rows = require_site(model, site), resolve_layers(model, layers, site)
-    columns = list(range(length)) if positions is None else [int(p) for p in positions]
+    columns = list(range(length)) if positions is None else list(wholes(positions, "positions (None: all)"))
     for position in columns:
         if not -length <= position < length:
             raise ValueError(f"no position {position} in a prompt of {length} tokens")

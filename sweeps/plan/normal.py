@@ -35,6 +35,11 @@ def normalized(config: SweepConfig) -> SweepConfig:
     for name, judge in config.scenario.judges.items():
         if judge.kind == "model":
             model_sizes.check_source(model_sizes.model(config, judge.model).source, f"scenario.judges.{name}.model")
+    if config.scenario.logprobs and not any(p.is_local for p in config.scenario.participants.values()):
+        raise ConfigError(
+            "scenario.logprobs=true, but nobody who speaks has weights here "
+            f"({', '.join(config.scenario.participants) or 'no participants'}), and only those have logprobs; leave it out"
+        )
     capture = tuple(_capture(config, c, f"capture[{i}]") for i, c in enumerate(config.capture))
     edits = tuple(_intervention(config, e, f"intervention[{i}]") for i, e in enumerate(config.intervention))
     return replace(config, capture=capture, intervention=edits)

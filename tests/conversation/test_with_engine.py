@@ -70,7 +70,8 @@ def test_a_rollout_is_each_conversation_alone(conversation):
         assert alone.transcript == result.transcript
         same_records(list(cache), list(result.cache))
     bob = report.results[0].transcript[2].metadata
-    assert bob["steering"]["coef"] == 2.0 and bob["steering"]["tokens_modified"] == bob["n_tokens"]
+    assert bob["steering"]["coef"] == 2.0
+    assert bob["steering"]["tokens_modified"] == bob["n_tokens"] - 1  # the last one feeds nothing
     assert "steering" not in report.results[0].transcript[1].metadata
 
 
@@ -106,7 +107,7 @@ def test_a_turns_steering_replaces_the_participants_own(conversation):
     conversation.participant("alice").steering = SteeringSpec(direction, layers=1, coef=50.0)
     steered = conversation.branch().sample("alice")
     assert steered.content != plain.content and steered.metadata["steering"]["tokens_modified"] == (
-        steered.metadata["n_prompt_tokens"] + steered.metadata["n_tokens"]
+        steered.metadata["n_prompt_tokens"] + steered.metadata["n_tokens"] - 1
     )
     none = conversation.branch().sample("alice", steering=())
     assert none == plain
@@ -197,7 +198,7 @@ def test_steering_by_phase_meets_the_captured_phase(model):
         edited = (along - 100).abs() < 1e-2
         first, last = record.phases.get("answer", (0, 0))
         assert edited[first:last].all() and not edited[:first].any()
-        assert message.metadata["steering"]["tokens_modified"] == last - first
+        assert message.metadata["steering"]["tokens_modified"] == max(last - first - 1, 0)  # the last feeds nothing
 
 
 def test_base_and_adapter_share_weights_and_do_not_leak(model, tmp_path):

@@ -87,7 +87,7 @@ def test_every_selection_and_mode_in_one_batch_is_a_hand_written_hook(family):
     for reply, (asked, pairs, at) in zip(replies, plans, strict=True):
         run = generate(model, asked, [hand for _, hand in pairs], [(layer, "residual") for layer in range(3)])
         check(reply, run, model)
-        modified = len(list(at(run.ids, run.num_prompt, LAYOUT)))
+        modified = sum(p < len(run.ids) - 1 for p in at(run.ids, run.num_prompt, LAYOUT))  # the last one feeds nothing
         assert reply.tokens_modified == (modified,) * len(pairs)
         assert reply.phases == tuple(phases(run.ids, run.num_prompt, LAYOUT)[run.num_prompt :])
         touched |= set(reply.phases)
@@ -107,7 +107,7 @@ def test_patches_act_in_any_chunk_and_at_the_decode_steps_that_reach_them(family
         for reply, each, pairs in zip(Engine(model, chunk=chunk).run(asked), asked, plans, strict=True):
             ordered = sorted(pairs, key=lambda pair: isinstance(pair[0], SteeringSpec))
             check(reply, generate(model, each, [hand for _, hand in ordered]), model)
-            counted = [len(s.positions) if isinstance(s, Patch) else 10 + len(reply.tokens) for s, _ in pairs]
+            counted = [len(s.positions) if isinstance(s, Patch) else 9 + len(reply.tokens) for s, _ in pairs]
             assert reply.tokens_modified == tuple(counted)
 
 
@@ -144,7 +144,10 @@ def test_no_strength_and_patching_a_run_with_itself_are_no_edit(family):
     before = Engine(model).run(plain)
     zero = tuple(SteeringSpec(direction(i), (0, 1, 2), 0.0, mode) for i, mode in enumerate(MODES[:3]))
     selfish = [
-        (Patch.from_record(reply.records[2 * i % 6]), Patch.from_record(reply.records[(2 * i + 3) % 6]))
+        tuple(
+            Patch(record.tensor[:-1], record.layer, record.positions[:-1], record.site)  # the last one feeds nothing
+            for record in (reply.records[2 * i % 6], reply.records[(2 * i + 3) % 6])
+        )
         for i, reply in enumerate(before)
     ]
     for edits in ([zero] * 4, selfish):
@@ -206,15 +209,34 @@ def test_teacher_forcing_under_edits_is_the_generation_itself(family):
 def test_a_patch_beyond_the_end_is_the_replys_error():
     model = model_of("llama")
     asked = [
-        request(0, prompt(8), [patch((5, 14), 1)]), request(1, prompt(8), [patch((5, 15), 1)]),
+        request(0, prompt(8), [patch((5, 13), 1)]), request(1, prompt(8), [patch((5, 14), 1)]),
         request(2, prompt(8), [patch((40,), 0)]), request(3, prompt(8)),
+        request(4, prompt(8), [patch((5, 14), 1)], capture=(CaptureSpec(),)),
     ]  # fmt: skip
     replies = Engine(model).run(asked)
-    assert [reply.error is None for reply in replies] == [True, False, False, True]
-    for reply, position in ((replies[1], 15), (replies[2], 40)):
+    assert [reply.error is None for reply in replies] == [True, False, False, True, False]
+    for reply, position in ((replies[1], 14), (replies[2], 40), (replies[4], 14)):
         assert reply.finish_reason == "error" and isinstance(reply.error, ValueError)
         assert f"[{position}]" in str(reply.error) and "15 tokens (8 of them prompt)" in str(reply.error)
     same(replies[3], Engine(model).run(asked[3:])[0], model)
+
+
+def test_the_last_generated_position_is_no_edit_whether_captured_fed_or_not():
+    """A request of one new token, steered where it is generated, is the request without steering, and says so."""
+    model = model_of("llama")
+    later = SteeringSpec(direction(3), (0, 1), 5.0, tokens="generated")
+    one = replace(request(0, prompt(8)).sampling, max_new_tokens=1)
+    for capture in ((), (CaptureSpec(),)):
+        asked = replace(request(0, prompt(8), capture=capture), sampling=one)
+        forced = replace(asked, forced=(7,))
+        for each, new in ((asked, 1), (forced, 1), (replace(asked, sampling=replace(one, max_new_tokens=0)), 0)):
+            plain, steered = Engine(model).run([each, replace(each, interventions=(later,))])
+            assert steered.tokens_modified == (0,) and len(steered.tokens) == new
+            assert plain.tokens == steered.tokens and plain.logprobs == steered.logprobs
+    everywhere = SteeringSpec(direction(3), 1, 5.0)
+    for new, modified in ((0, 8), (1, 8), (2, 9), (5, 12)):
+        asked = replace(request(0, prompt(8), [(everywhere, None)]), sampling=replace(one, max_new_tokens=new))
+        assert Engine(model).run([asked])[0].tokens_modified == (modified,)
 
 
 def test_impossible_requests_are_answered_before_any_forward():

@@ -1,5 +1,8 @@
 """Laws of the cache: found by any filter as by a plain scan, and quickly; tensors of its own; read is as written."""
 
+import copy
+import dataclasses
+import pickle
 import time
 
 import pytest
@@ -174,6 +177,48 @@ def test_capture_specs_are_normal_and_checked():
     ]:
         with pytest.raises(ValueError, match=why):
             CaptureSpec(**arguments)
-    with pytest.raises((ValueError, TypeError), match="Select"):  # a TypeError where annotations are checked
-        CaptureSpec(tokens="answer")
+    with pytest.raises(ValueError, match="must be a Select"):
+        CaptureSpec(tokens=3)
     assert CaptureSpec(tokens=Select.prompt()).tokens == Select.prompt()
+
+
+@pytest.mark.parametrize("change", [
+    lambda records, r: records.append(r), lambda records, r: records.extend([r]), lambda records, r: records.insert(0, r),
+    lambda records, r: records.__setitem__(0, r), lambda records, r: records.__iadd__([r]),
+    lambda records, r: records.__setitem__(slice(0, 0), [r]),
+    lambda records, r: records.pop(), lambda records, r: records.clear(), lambda records, r: records.reverse(),
+    lambda records, r: records.__delitem__(0), lambda records, r: records.sort(key=lambda each: -each.layer),
+    lambda records, r: records.remove(records[1]) if False else records.pop(1),
+])  # fmt: skip
+def test_whatever_is_done_to_the_records_counts_at_the_next_query(change):
+    cache = ActivationCache()
+    cache.add_batch(many())
+    new = dataclasses.replace(many()[0], layer=9, participant="eve")
+    for given in (dict(layer=9), dict(participant="eve"), dict(layer=0), dict(participant="bob", layer=4)):
+        cache.query(**given)  # its index is made
+        change(cache.records, new)
+        fresh = [r for r in cache.records if all(getattr(r, name) == value for name, value in given.items())]
+        found = cache.query(**given)
+        assert len(found) == len(fresh) and all(a is b for a, b in zip(found, fresh, strict=True))
+        cache.add(new)
+        assert len(cache.query(layer=9)) == sum(r.layer == 9 for r in cache.records)
+    cache.query(layer=9)
+    cache.records = [new]
+    assert cache.query(layer=9) == [new] and cache.query(layer=0) == []
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(cache)))
+    copied.records.append(new)
+    assert len(copied.query(layer=9)) == 2 and len(cache.query(layer=9)) == 1
+
+
+@pytest.mark.parametrize("offload", ["cuda:0", "cuda", "CPU", "", False, torch.device("cpu"), 0])
+def test_a_place_where_nothing_is_offloaded_to_is_refused(offload):
+    for make in (ActivationCache, lambda offload: CaptureSpec(offload=offload)):
+        with pytest.raises(ValueError, match="cannot offload to"):
+            make(offload=offload)
+
+
+def test_at_says_what_every_record_is():
+    cache = ActivationCache()
+    cache.add_batch([dataclasses.replace(r, pool="mean", num_pooled=4, tensor=r.tensor[:1].float()) for r in many()])
+    with pytest.raises(KeyError, match=r"no record has pool=None: every one has pool='mean'"):
+        cache.at(participant="bob", message_idx=2, layer=4, sample=None)

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute_later
 
+from ...given import Given
 from ..attach import replaced_forward
 from ..hooks import attached, attached_within
 from ..locate import locator, require_site, resolve_layers
@@ -26,7 +27,7 @@ class GradCaptureSpec:
     """Which hidden states a differentiable forward returns."""
 
     sites: Sequence[str] = ("residual",)
-    layers: Sequence[int] | int | None = None
+    layers: Given = None
 
 
 class GradForwardOutput(NamedTuple):
