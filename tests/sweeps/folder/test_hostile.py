@@ -20,26 +20,21 @@ from sweeps.folder import names, rows, tensors
 from sweeps.folder.store import MemoryStore, open_store
 from tests.support import talk
 from tests.support.small import settings
-
-SMALL = {"num_items": 1, "unit_cells": 2, "aggregate": {"outcomes": {}, "directions": {
-    "kind": "difference_of_means", "contrast": "framing == 'warm' vs framing == 'cold'", "participant": "bob"}}}  # fmt: skip
+from tests.sweeps.folder.conftest import SMALL
 
 
-@pytest.fixture(scope="module")
-def made(model, tmp_path_factory):
-    """A finished run with everything in it: records, aggregates, a report, a capture, unnamed files, a copied direction."""
-    folder = tmp_path_factory.mktemp("made") / "run"
-    assert entry.run(settings(model, **SMALL), folder) == 0
-    assert main(["report", str(folder)]) == 0
-    assert main(["capture", str(folder), "layers=1", "sites=mlp", "pool=mean", "run.progress=none"]) == 0
-    (folder / "messages" / "u000000-deadbeef.parquet").write_bytes(b"garbage")
-    return folder
+def fresh(made, above):
+    """A copy of the run in `above`, beside a folder that is nobody's business."""
+    shutil.copytree(made, above / "run")
+    (above / "outside").mkdir()
+    (above / "outside" / "mine").write_text("mine")
+    return above / "run"
 
 
 @pytest.fixture
 def folder(made, tmp_path):
-    shutil.copytree(made, tmp_path / "run")
-    (tmp_path / "outside").mkdir()
+    fresh(made, tmp_path)
+    (tmp_path / "outside" / "mine").unlink()
 
     def too_long(*_):
         raise AssertionError("it hangs")
