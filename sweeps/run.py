@@ -82,7 +82,7 @@ class Run(ShardedRun):
         filters: dict[str, Any] = {"site": site, "pool": pool}
         named = (("layer", layer), ("participant", participant), ("selection", selection))
         filters |= {k: v for k, v in named if v is not None}
-        table = self.joined(self.matching(where, filters))
+        table = self.joined(self.records.matching(where, filters))
         return (gather(self, table, Source(pool=pool))[0] if table.num_rows else np.zeros((0, 0), np.float32)), table
 
     def conversation(self, cell: str) -> Conversation:

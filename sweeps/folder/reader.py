@@ -27,6 +27,10 @@ from .records import Records
 from .store import Remote, Where, open_store, within
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from interlens.interp.activation_cache import ActivationCache, ActivationRecord
+    from interlens.interp.expert_load import RoutingStats
     from interlens.message import Message
 
 
@@ -43,7 +47,7 @@ TABLES = {
 }
 
 
-class RunFolder(Records):
+class RunFolder:
     """One run folder, as far as it is committed when it is first read; `refresh` looks again."""
 
     def __init__(self, path: Where):
@@ -320,6 +324,54 @@ class RunFolder(Records):
             if cell in commit.cells:
                 return commit
         raise KeyError(f"cell {cell!r} is {row['state']}; only finished cells have messages")
+
+    # ---- activations and routing
+
+    @property
+    def planned_columns(self) -> tuple[str, ...]:
+        """Columns of `cells` that say what a cell is: item, seeds and axes."""
+        left = ("cell", "trunk", "unit", "cast", "owned", "state")
+        return tuple(name for name in self.cells.column_names if name not in left)
+
+    @cached_property
+    def records(self) -> Records:
+        """Where activations and routing are found."""
+        return Records(self)
+
+    def query(self, *, where: Any = None, **filters: Any) -> list[ActivationRecord]:
+        """Records that match, in stored order, their tensors memory-mapped.
+
+        Filters: cell, trunk, participant, message_idx, layer, site, model, pool, selection, source; a value, a list of
+        values, or None where None is a value (cell: the trunk's own; pool: unpooled). `where`: a pyarrow expression
+        besides. KeyError, saying what there is, for a value that none of them has.
+        """
+        return self.records.query(where=where, **filters)
+
+    def records_of(self, **filters: Any) -> list[ActivationRecord]:
+        """As `query`, where there may be none."""
+        return self.records.records_of(**filters)
+
+    def at(self, **filters: Any) -> Tensor:
+        """The tensor of exactly one record, else KeyError saying how many and what distinguishes them."""
+        return self.records.at(**filters)
+
+    def cache(self, cell: str) -> ActivationCache:
+        """An ActivationCache of a cell's records, its trunk's included."""
+        return self.records.cache(cell)
+
+    def matrix(self, file: str, key: str) -> Tensor:
+        """A whole stored tensor [rows, D], memory-mapped. `file` and `key`: as in the table `records`."""
+        return self.records.matrix(file, key)
+
+    def routing_stats(self, *, where: Any = None, **filters: Any) -> RoutingStats:
+        """Routing of everything that matches, merged. Filters: columns of `routing`, item, seeds and axes
+        (`framing="warm"`); `where`: a pyarrow expression.
+
+        A trunk's own rows have cell None; filters by item, seeds or axes name cells, and so leave them out. KeyError
+        where nothing matches. Rows of one message and rows of whole cells are not mixed: without message_idx only the
+        latter count where there are any.
+        """
+        return self.records.routing_stats(where=where, **filters)
 
     # ---- sums
 

@@ -1,11 +1,10 @@
-"""The part of a `Run` that finds activations and routing: by address, memory-mapped, or as one array."""
+"""Finds activations and routing of a run folder: by address, memory-mapped, or as one array."""
 
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -24,50 +23,42 @@ if TYPE_CHECKING:
 
     from interlens.interp.activation_cache import ActivationRecord
 
-    from .commits import Commit
     from .store import Store
 
 
 FILTERS = ("cell", "trunk", "participant", "message_idx", "layer", "site", "model", "pool", "selection", "source")
 
 
-class Records(ABC):
-    """Base of `Run`: what it needs of it is abstract here."""
-
-    store: Store
-    captures: Any
-    """Run folders inside this one whose records are read along."""
-
-    @abstractmethod
-    def dataset(self, name: str, files: Sequence[str] | None = None) -> ds.Dataset:
-        """A committed table."""
-
-    @abstractmethod
-    def plan_row(self, cell: str) -> dict[str, Any]:
-        """What was planned."""
+class Committed(Protocol):
+    """What records are read from: a run folder."""
 
     @property
-    @abstractmethod
-    def cells(self) -> pa.Table:
-        """One row per planned cell."""
+    def store(self) -> Store: ...
 
     @property
-    def planned_columns(self) -> tuple[str, ...]:
-        """Columns of `cells` that say what a cell is: item, seeds and axes."""
-        left = ("cell", "trunk", "unit", "cast", "owned", "state")
-        return tuple(name for name in self.cells.column_names if name not in left)
+    def captures(self) -> Sequence[Committed]:
+        """Run folders inside this one whose records are read along."""
+        ...
 
-    @abstractmethod
-    def joined(self, table: pa.Table) -> pa.Table:
-        """A table with its cells' items, seeds and axes."""
+    @property
+    def cells(self) -> pa.Table: ...
+
+    @property
+    def planned_columns(self) -> tuple[str, ...]: ...
+
+    def dataset(self, name: str, files: Sequence[str] | None = None) -> ds.Dataset: ...
+
+    def plan_row(self, cell: str) -> dict[str, Any]: ...
+
+
+class Records:
+    """The activations and routing of a run folder."""
+
+    def __init__(self, run: Committed):
+        self.run = run
 
     def query(self, *, where: Any = None, **filters: Any) -> list[ActivationRecord]:
-        """Records that match, in stored order, their tensors memory-mapped.
-
-        Filters: cell, trunk, participant, message_idx, layer, site, model, pool, selection, source; a value, a list of
-        values, or None where None is a value (cell: the trunk's own; pool: unpooled). `where`: a pyarrow expression
-        besides. KeyError, saying what there is, for a value that none of them has.
-        """
+        """Records that match, in stored order, their tensors memory-mapped: see `RunFolder.query`."""
         return [self._record(row) for row in self.matching(where, filters).to_pylist()]
 
     def records_of(self, **filters: Any) -> list[ActivationRecord]:
@@ -84,13 +75,13 @@ class Records(ABC):
     def _check_exists(self, name: str, value: Any) -> None:
         """KeyError where no record (a cell or trunk: no row of the plan) has this value; a run without any has none."""
         planned = name in ("cell", "trunk") and value is not None
-        known = pc.unique(self.cells[name] if planned else self._index(None, {})[name]).to_pylist()
+        known = pc.unique(self.run.cells[name] if planned else self._index(None, {})[name]).to_pylist()
         given = list(value) if isinstance(value, (list, tuple, set)) else [value]
         if known and not set(given) & set(known):
             shown = sorted((str(k) for k in known), key=lambda k: (len(k), k))
             more = f", ... ({len(shown)} in all)" if len(shown) > 8 else ""
             raise KeyError(
-                f"no {name} {', '.join(map(str, given))} in {self.store}; it has: {', '.join(shown[:8])}{more}"
+                f"no {name} {', '.join(map(str, given))} in {self.run.store}; it has: {', '.join(shown[:8])}{more}"
             )
 
     def at(self, **filters: Any) -> Tensor:
@@ -110,7 +101,7 @@ class Records(ABC):
     def cache(self, cell: str) -> ActivationCache:
         """An ActivationCache of a cell's records, its trunk's included."""
 
-        trunk = self.plan_row(cell)["trunk"]
+        trunk = self.run.plan_row(cell)["trunk"]
         cache = ActivationCache()
         cache.add_batch([*self.records_of(trunk=trunk, cell=None), *self.records_of(cell=cell)])
         return cache
@@ -120,14 +111,10 @@ class Records(ABC):
         mapped = self._mapped(file)
         return mapped.rows(key, 0, mapped.entries[key].shape[0])
 
-    @abstractmethod
-    def commits(self) -> Iterator[Commit]:
-        """Every commit."""
-
     def _index(self, where: Any, filters: Mapping[str, Any]) -> pa.Table:
         expression = _expression(where, filters, FILTERS)
-        found = [self.dataset("records").to_table(filter=expression)]
-        for added in self.captures:
+        found = [self.run.dataset("records").to_table(filter=expression)]
+        for added in self.run.captures:
             table = added.dataset("records").to_table(filter=expression)
             inside = f"{names.capture(added.store.name)}/"
             column = pc.binary_join_element_wise(inside, table["file"], "")
@@ -139,26 +126,22 @@ class Records(ABC):
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 (maps live as long as somebody uses their tensors)
     def _mapped(self, file: str) -> tensors.TensorFile:
-        return tensors.open_file(self.store, file)
+        return tensors.open_file(self.run.store, file)
 
     def routing_stats(self, *, where: Any = None, **filters: Any) -> RoutingStats:
-        """Routing of everything that matches, merged. Filters: columns of `routing`, item, seeds and axes
-        (`framing="warm"`); `where`: a pyarrow expression.
+        """Routing of everything that matches, merged: see `RunFolder.routing_stats`."""
 
-        A trunk's own rows have cell None; filters by item, seeds or axes name cells, and so leave them out. KeyError
-        where nothing matches. Rows of one message and rows of whole cells are not mixed: without message_idx only the
-        latter count where there are any.
-        """
-
-        if planned := {name: filters.pop(name) for name in list(filters) if name in self.planned_columns}:
-            filters["cell"] = self.cells.filter(_expression(None, planned, self.planned_columns))["cell"].to_pylist()
-        expression = _expression(where, filters, (*schemas.ROUTING.names, *self.planned_columns))
-        table = self.dataset("routing").to_table(filter=expression)
+        if planned := {name: filters.pop(name) for name in list(filters) if name in self.run.planned_columns}:
+            filters["cell"] = self.run.cells.filter(_expression(None, planned, self.run.planned_columns))[
+                "cell"
+            ].to_pylist()
+        expression = _expression(where, filters, (*schemas.ROUTING.names, *self.run.planned_columns))
+        table = self.run.dataset("routing").to_table(filter=expression)
         whole = table.filter(pc.is_null(table["message_idx"]))
         table = whole if whole.num_rows and "message_idx" not in filters else table
         if not table.num_rows:
             raise KeyError(
-                f"no routing for {filters | planned}; this run has {self.dataset('routing').count_rows()} rows"
+                f"no routing for {filters | planned}; this run has {self.run.dataset('routing').count_rows()} rows"
             )
         layers = tuple(sorted(pc.unique(table["layer"]).to_pylist()))
         load, mass, tokens = [], [], set()

@@ -246,5 +246,5 @@ def test_a_unit_whose_conditions_swap_its_models_files_each_record_under_its_own
     mixed = [c for c in run.commits() if len(c.cells) == 2]
     assert len(mixed) == 1, "alice and bob with their models swapped are one cast, and here one unit"
     for row in run.cells.to_pylist():
-        found = {r["model"] for r in run._index(None, {"cell": row["cell"]}).to_pylist()}
+        found = {r["model"] for r in run.records._index(None, {"cell": row["cell"]}).to_pylist()}
         assert found == {row["scenario.participants.bob.model"]}
