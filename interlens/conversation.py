@@ -7,7 +7,7 @@ until a turn is committed: a turn that fails, is denied, or is only a sample lea
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from .seeing import build
 from .state import ConversationState, ParticipantRef
 from .transcript import Transcript
 from .turns import fit, take
+from .views.template import today
 from .views.view import View
 from .work import TurnOptions, TurnRequest, Work
 
@@ -47,7 +48,8 @@ class Conversation(ConversationState):
     reasoning_visibility: "strip", "self_retain" or "shared". seed: of all noise whose participant has none of its own.
 
     `key` and `turns_taken` are part of the noise too (see `scheduler`); `row` is the data row; `stop_reason` says why the
-    last `run` ended; `branch_start` is the index of the first message after the trunk, or None.
+    last `run` ended; `date` ("2026-12-01") is the day that every prompt of a template with a date shows, by default the
+    one on which the conversation was made; `branch_start` is the index of the first message after the trunk, or None.
     """
 
     @classmethod
@@ -56,16 +58,19 @@ class Conversation(ConversationState):
         shared_context: Any = None, shared_system_prompt: Any = None, moderator_name: str = "moderator",
         context_policy: ContextPolicy | None = None, context_limit: int | None = None,
         reasoning_visibility: str = "strip", message_hooks: Iterable[Any] = (),
-        communication: CommunicationPolicy | None = None, seed: int = 0, **participant_options: Any,
+        communication: CommunicationPolicy | None = None, seed: int = 0,
+        system_prompts: Sequence[Any] | Mapping[str, Any] | None = None, **participant_options: Any,
     ) -> Conversation:  # fmt: skip
         """A conversation between models: embedded names, hub ids, paths, or loaded models. Equal ids load once.
 
         names: default "a", "b", "c", ...; as many as models. participant_options: ModelParticipant's, for all of them.
+        system_prompts: one for each model (None for none), or by name; `system_prompt` is one for all.
         """
         check_names(participant_options, ModelParticipant.__init__, cls.from_models)
         return cls(
-            participants_of(models, names, participant_options), transcript, shared_context, shared_system_prompt,
-            moderator_name, context_policy, context_limit, reasoning_visibility, message_hooks, communication, seed,
+            participants_of(models, names, participant_options, system_prompts), transcript, shared_context,
+            shared_system_prompt, moderator_name, context_policy, context_limit, reasoning_visibility, message_hooks,
+            communication, seed,
         )  # fmt: skip
 
     # -- taking turns -------------------------------------------------------------------------------------------------
@@ -275,5 +280,6 @@ class Conversation(ConversationState):
         conversation.capturing, conversation.conditions, conversation.heard = [], [], {}
         for name, value in load(Path(directory), allow).items():
             setattr(conversation, name, value)
+        vars(conversation).setdefault("date", today())  # a folder from before days were kept
         conversation._check_names()
         return conversation

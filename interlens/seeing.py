@@ -26,6 +26,11 @@ class SeenConversation(ReadableConversation, Protocol):
     """(Reader, visibility) -> how it saw the transcript last."""
 
     @property
+    def date(self) -> str:
+        """The day that prompts show, where a template shows one: "2026-12-01"."""
+        ...
+
+    @property
     def reasoning_visibility(self) -> str:
         """ "strip", "self_retain" or "shared"."""
         ...
@@ -52,6 +57,7 @@ def build(conversation: SeenConversation, participant: Participant, extra: Seque
     return View(
         pov=participant.name, messages=tuple(messages), speakers=tuple(p.name for p in conversation.participants),
         moderator=conversation.moderator_name, branch_start=conversation.branch_start,
+        date=conversation.date,
         tools=(*participant.tools, *given),
     )  # fmt: skip
 

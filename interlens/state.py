@@ -17,6 +17,7 @@ from .read_only import read_only
 from .seeing import Heard
 from .templating import fill, needs_row
 from .transcript import Transcript
+from .views.template import today
 from .visibility import ReasoningVisibility
 
 ParticipantRef = Participant | str | int
@@ -45,6 +46,7 @@ class ConversationState:
         self.message_hooks = list(message_hooks)
         self.communication = copy.deepcopy(communication) or RoundRobinPolicy()
         self.seed = seed
+        self.date = today()
         self.key: Any = None
         self.turns_taken = 0
         self.row: Mapping[str, Any] | None = None

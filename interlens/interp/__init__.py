@@ -33,7 +33,7 @@ _HOMES = {
     "sites": ("Site", "canonical_site"),
     "steering": ("SteeringSpec",),
     "..studies.pooled_residuals": ("span_pooled_residuals",),
-    "..views.render": ("message_token_spans",),
+    "..views.render": ("message_token_ids", "message_token_spans"),
 }  # fmt: skip
 _NAMES = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_NAMES)

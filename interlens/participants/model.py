@@ -24,6 +24,7 @@ from ..reasoning import Markers, phases_of, reasoning_text, split_reply
 from ..sources import kind
 from ..templating import ContextItem
 from ..tools import ToolRegistry, as_tools, entry
+from ..views.arrange import day_of
 from ..views.render import render
 from ..views.template import template_of
 from ..views.view import ViewMessage
@@ -202,7 +203,9 @@ class ModelParticipant(Participant):
         reply = yield Generate(participant=self, request=asked)
         if reply.error is not None:
             raise reply.error
-        return Generation(participant=self, request=request, asked=asked, reply=reply, template=self.template)
+        return Generation(
+            participant=self, request=request, asked=asked, reply=reply, template=self.template, date=day_of(view)
+        )
 
     def steerings(self, options: TurnOptions) -> tuple:
         """What steers this turn: its own, else the participant's."""
@@ -218,6 +221,8 @@ class Generation:
     asked: Any
     reply: Any
     template: Any
+    date: str = ""
+    """The day that its prompt shows, where the template shows one."""
 
     @cached_property
     def phases(self) -> tuple[str, ...]:
@@ -283,6 +288,8 @@ class Generation:
         reasoning = reasoning_text(self.participant.tokenizer, self.halves[0])
         if reasoning:
             metadata["reasoning"] = reasoning
+        if self.template.dated:
+            metadata["date"] = self.date
         metadata |= self._interventions()
         for name, values in (reply.logprobs or {}).items():
             metadata[name] = [v if math.isfinite(v) else None for v in map(float, values)]
@@ -326,7 +333,9 @@ class AutoModelParticipant:
         return ModelParticipant(name, Weights(model=model, tokenizer=tokenizer), **options)
 
 
-def participants_of(models: Any, names: Any, options: Mapping[str, Any]) -> list[ModelParticipant]:
+def participants_of(
+    models: Any, names: Any, options: Mapping[str, Any], system_prompts: Any = None
+) -> list[ModelParticipant]:
     """One participant per model, named. Equal models share their weights."""
     models = list(models) if isinstance(models, (list, tuple)) else [models]
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -335,6 +344,7 @@ def participants_of(models: Any, names: Any, options: Mapping[str, Any]) -> list
         raise ValueError(
             f"{len(models)} models but {len(names)} names ({', '.join(map(str, names))}); give one name for each model"
         )
+    prompts = _prompts_of(names, system_prompts, options)
     options, shared = dict(options), {}
     load_options = dict(options.pop("load_options", None) or {})
     made = []
@@ -352,5 +362,30 @@ def participants_of(models: Any, names: Any, options: Mapping[str, Any]) -> list
                 if is_name
                 else Weights(model=given, tokenizer=tokenizer)
             )
-        made.append(ModelParticipant(name, shared[ref], **options))
+        own = {"system_prompt": prompts[name]} if name in prompts else {}
+        made.append(ModelParticipant(name, shared[ref], **{**options, **own}))
     return made
+
+
+def _prompts_of(names: list[str], given: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Name -> system prompt, of those that have one of their own."""
+    if given is None:
+        return {}
+    if "system_prompt" in options:
+        raise TypeError(
+            "both system_prompt (one for all) and system_prompts (one for each) were given; give one of them"
+        )
+    if isinstance(given, Mapping):
+        for name in given:
+            if name not in names:
+                raise ValueError(f"system_prompts names {name!r}, who is no participant; there are: {', '.join(names)}")
+        return dict(given)
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(
+            f"system_prompts is a list with one for each model, or a dict by name, not {given!r}; system_prompt is for all"
+        )
+    if len(given) != len(names):
+        raise ValueError(
+            f"{len(names)} models but {len(given)} system prompts; give one for each model (None: none), or a dict by name"
+        )
+    return dict(zip(names, given, strict=True))

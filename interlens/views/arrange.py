@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from ..tools import describe, schemas_json
-from .template import Shape, Template
+from .template import Shape, Template, today
 from .view import View, ViewMessage
 
 
@@ -73,4 +73,10 @@ def shape_of(slots: list[Slot], view: View, template: Template, generate: bool, 
         schemas = schemas_json(view.tools)
     roles = tuple([s.role for s in slots])
     names = tuple([s.messages[0].author if s.role == "tool" else None for s in slots]) if "tool" in roles else ()
-    return Shape(roles, generate, schemas, thinking, names, bool(names) and template.takes_tool_calls)
+    structured = bool(names) and template.takes_tool_calls
+    return Shape(roles, generate, schemas, thinking, names, structured, day_of(view) if template.dated else "")
+
+
+def day_of(view: View) -> str:
+    """The day that a view's prompt shows, where its template shows one."""
+    return view.date or today()

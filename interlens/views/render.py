@@ -64,6 +64,9 @@ def render(
 def message_token_spans(tokenizer: Any, view: View | Sequence[dict[str, str]]) -> list[tuple[int, int]]:
     """The tokens of each message of a view, markup included: half-open spans that tile the rendered sequence.
 
+    They are spans of the ids that `message_token_ids` gives, which are those that a model is fed here. These are not
+    `tokenizer.apply_chat_template`'s where a content spells out a special token ("<|im_end|>"): here it stays text.
+
     `view`: what `conversation.view(...)` gave, or role/content dicts. An empty message whose template shows nothing of
     it has an empty span. No generation prompt is rendered.
     """
@@ -73,7 +76,7 @@ def message_token_spans(tokenizer: Any, view: View | Sequence[dict[str, str]]) -
 def message_token_ids(
     tokenizer: Any, view: View | Sequence[dict[str, str]]
 ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-    """The token ids that `message_token_spans` speaks of, and the spans."""
+    """(the token ids that `message_token_spans` speaks of, the spans): run a model on these ids."""
     if not isinstance(view, View):
         view = View(pov="", messages=tuple(ViewMessage(role=m["role"], content=m["content"]) for m in view))
     template = template_of(tokenizer)

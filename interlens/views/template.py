@@ -7,6 +7,7 @@ never go through the template where they could be mistaken for markup or be rewr
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import threading
@@ -45,6 +46,8 @@ class Shape:
     """Tool names of `tool` messages, one per role."""
     structured: bool = False
     """Whether an assistant in front of `tool` messages made calls, of which each answers one."""
+    date: str = ""
+    """The day that `strftime_now` of the template tells, as in "2026-12-01"; "": the present one."""
 
     def called(self, n: int) -> bool:
         """Whether slot n made calls."""
@@ -73,6 +76,28 @@ class Reply:
     """What it adds where the reply is generated (an opened or an empty think block)."""
 
 
+def today() -> str:
+    """The present day: "2026-12-01"."""
+    return datetime.date.today().isoformat()
+
+
+_DIRECTIVES = (*(f"%-{c}" for c in "dmHIMSjy"), *(f"%{c}" for c in "aAwdbBmyYHIpMSfzZjUWcxXGuV"), "%%")
+_CLOCK = (
+    "{% macro strftime_now(format) %}{% set made = namespace(text=format) %}{% for directive, text in pinned_day | items %}"
+    "{% set made.text = made.text | replace(directive, text) %}{% endfor %}{{ made.text }}{% endmacro %}\n"
+)
+"""Put in front of a template, so that `strftime_now` tells the pinned day: templates get data only, no functions."""
+
+
+def parts_of(day: str) -> dict[str, str]:
+    """What every directive of `strftime` says at midnight of a day such as "2026-12-01"."""
+    try:
+        moment = datetime.datetime.fromisoformat(day)
+    except (TypeError, ValueError):
+        raise ValueError(f"the date of a conversation is a day such as '2026-12-01', not {day!r}") from None
+    return {directive: moment.strftime(directive) for directive in _DIRECTIVES}
+
+
 class TemplateError(ValueError):
     """The template cannot render what it has to."""
 
@@ -98,8 +123,11 @@ class Template:
             options["tools"] = json.loads(shape.tools)
         if shape.thinking is not None:
             options["enable_thinking"] = shape.thinking
+        if shape.date:
+            options["pinned_day"] = parts_of(shape.date)
+        source = _CLOCK + self.source if shape.date else self.source
         text = self.tokenizer.apply_chat_template(
-            messages, chat_template=self.source, tokenize=False, add_generation_prompt=shape.generate, **options
+            messages, chat_template=source, tokenize=False, add_generation_prompt=shape.generate, **options
         )
         return self.bos + text if self.bos and not text.startswith(self.bos) else text
 
@@ -180,6 +208,11 @@ class Template:
                 message |= {"content": "", "tool_calls": calls}
             messages.append(message)
         return messages
+
+    @cached_property
+    def dated(self) -> bool:
+        """Whether prompts show the day on which they are made."""
+        return "strftime_now" in self.source
 
     # -- what it can do ---------------------------------------------------------------------------------------------
     @cached_property

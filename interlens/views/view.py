@@ -50,6 +50,8 @@ class View(Sequence):
     tools: tuple[Any, ...] = ()
     """Tools the participant may call."""
     branch_start: int | None = None
+    date: str = ""
+    """The day that a template with a date shows ("2026-12-01"); "": the present one."""
 
     def __getitem__(self, index):
         return self.messages[index]

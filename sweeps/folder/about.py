@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping
+from datetime import date
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def about(config: SweepConfig) -> dict[str, Any]:
     return {
         "schema_version": schemas.SCHEMA_VERSION,
         "experiment": config.experiment,
+        "date": date.today().isoformat(),  # that prompts of templates with a date show, on resume and capture too
         "versions": versions(),
         "git": _git(),
         "models": {},

@@ -16,6 +16,7 @@ from interlens.interp.steering import SteeringSpec
 from ..config.schema import CaptureConfig, InterventionConfig, SweepConfig
 from ..config.tokens import parse_tokens
 from ..config.turns import Part, acts, captures_turn, speakers
+from ..folder import files, names
 from ..folder.store import Store
 from ..plan import directions, items, model_sizes
 from ..plan import patches as patches_module
@@ -50,6 +51,8 @@ class Setting:
     """In order; their sources are `donation`'s business."""
     _captures: list[tuple[CaptureConfig, CaptureSpec]] = field(init=False)
     judges: list[Judge] = field(init=False)
+    date: str | None = field(init=False)
+    """The day on which the run began, which its prompts show; None: of a run from before days were kept."""
 
     def __post_init__(self) -> None:
         cast = self.config.scenario.participants
@@ -60,6 +63,8 @@ class Setting:
         self.patches = patches_module.patches(self.config)
         self._captures = [(capture, _capture(capture)) for capture in self.config.capture]
         self.judges = make(self.config, self.models)
+        about = files.read_json(self.store, names.RUN) if self.store.exists(names.RUN) else {}
+        self.date = about.get("date")
 
     def conversation(self, part: Part, row: Mapping[str, Any], before: Sequence[Message] = ()) -> Conversation:
         """A conversation about an item, standing after the messages `before` (a trunk's, its opening included)."""
@@ -71,6 +76,7 @@ class Setting:
             moderator_name=scenario.moderator, reasoning_visibility=scenario.reasoning_visibility, seed=scenario.seed,
         )  # fmt: skip
         made.row = row
+        made.date = self.date or made.date
         for message in before[len(made.transcript) :]:
             made.transcript.append(message.copy())
             made.turns_taken += message.author in scenario.participants
