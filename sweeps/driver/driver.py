@@ -416,7 +416,10 @@ class Driver:
         self.progress.say(f"{self.ledger.num_held} cells committed, {self.ledger.num_failed} failed, in {self.root}")
         for sentence in sentences(finished) if asked else ():
             self.progress.say(f"  {sentence}")
-        return 3 if self.ledger.num_failed else 0
+        if failed := finished.analyses_failed:
+            self.progress.complain(f"{failed} analyses failed: outcomes named failed.<analyzer or judge> say why; "
+                                   "means are over the cells that have a value")  # fmt: skip
+        return 3 if self.ledger.num_failed or failed else 0
 
     def _update_totals(self) -> None:
         snapshot, ledger = self.snapshot, self.ledger

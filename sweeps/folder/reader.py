@@ -137,6 +137,11 @@ class RunFolder:
         """Cells by state: done, failed, pending."""
         return dict(self._totals[1])
 
+    @property
+    def analyses_failed(self) -> int:
+        """How many analyzers and judges failed on finished cells: text outcomes `failed.<name>` say why."""
+        return sum(int(commit.counters.get("analyses_failed", 0)) for commit in self._commits)
+
     # ---- tables
 
     def files(self, table: str) -> list[str]:

@@ -66,7 +66,7 @@ class UnitWriter:
         `outcomes`: numbers and strings by name. ValueError for anything else, before anything of the cell is kept.
         """
         who = {"trunk": cell.trunk, "cell": cell.id}
-        row = _outcome_row(outcomes or {}) if outcomes is not None else None
+        row = outcome_row(outcomes or {}) if outcomes is not None else None
         self._add(self._state, cell.id, who, messages, records, start)
         if row is not None:
             self._rows["outcomes"].append({**self._who(who), **row})
@@ -237,10 +237,13 @@ def partition(value: str) -> str:
     return quote(value, safe="").replace(".", "%2E") if set(value) <= {"."} else quote(value, safe="")
 
 
-def _outcome_row(outcomes: Mapping[str, Any]) -> dict[str, Any]:
+def outcome_row(outcomes: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of `outcomes`: numbers and texts apart. ValueError for a value that is neither, or a name that is no text."""
     numbers: dict[str, float] = {}
     texts: dict[str, str] = {}
     for name, value in outcomes.items():
+        if not isinstance(name, str):
+            raise ValueError(f"an outcome is named {name!r}; names are texts")
         if isinstance(value, str):
             texts[name] = value
         elif isinstance(value, (bool, int, float, np.number)):

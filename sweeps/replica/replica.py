@@ -25,6 +25,7 @@ from ..folder.store import open_store
 from ..plan.casts import cast_of
 from ..plan.normal import resolved
 from ..redact import redact
+from .analysis import imported
 from .setting import load_models
 from .shared import ERROR_CHARS, Shared, short_error
 from .unit_run import UnitRun
@@ -43,6 +44,7 @@ class Replica(Shared):
 
         begun = time.monotonic()
         torch.set_num_threads(self._threads)
+        self.analyzers = imported(self.config.scenario.analyzers)
         load_models(next(self._of_my_cast(), self.config), self.models)
         self._busy.begin()
         reach("replica.loaded")

@@ -14,6 +14,7 @@ from ..folder.store import Store, open_store
 from ..plan import replay
 from ..plan.normal import resolved
 from ..redact import redact
+from .analysis import Analyzers
 from .models import Models
 from .setting import Setting
 
@@ -41,6 +42,8 @@ class Shared:
         self.config, self.store = config, store
         self.stopping = threading.Event()
         self.models = Models(self.config)
+        self.analyzers: Analyzers = {}
+        """Of the user's own configuration; imported at load."""
         self.ticks: dict[str, int] = {}
         """Unit -> steps it has seen; a unit whose number stands still has stalled."""
         self.cells: dict[str, int] = {}

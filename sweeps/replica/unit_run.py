@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from interlens.interp.routing import routing_of
@@ -21,6 +20,7 @@ from ..folder.reader import RunFolder
 from ..folder.writer import UnitWriter
 from ..plan import replay
 from . import patching
+from .analysis import analysed, num_failed
 from .routing import routing_rows
 from .setting import Setting
 from .shared import ERROR_CHARS, Shared, Turns, short_error
@@ -61,7 +61,7 @@ class UnitRun:
         """Donor -> what it left for its recipients, until all of them are done."""
         self.left_trunks = {trunk.id: trunk for trunk in unit.trunks if trunk.id not in trunk_units}
         self.tokens = self.num_held = self.num_failed = 0
-        self.first_error = ""
+        self.first_error, self.analyses_failed = "", 0
         scenario = base.config.scenario
         planned = len(self.left_trunks) * scenario.trunk.turns + len(self.left) * scenario.branch.turns
         self.turns = shared.turns[unit.id] = Turns(planned=planned, cells=len(unit.cells))
@@ -146,11 +146,9 @@ class UnitRun:
             if framing := setting.framing(row):
                 conversation.transcript.append(conversation.moderator_name, framing)
             records = yield from self._play(conversation, setting, "branch", cell)
-        for analyze in _analyzers(setting.config.scenario.analyzers):
-            outcomes.update(analyze(conversation))
-        for judge in setting.judges:
-            outcomes.update((yield from judge.steps(conversation)))
-        return conversation, records, outcomes, len(trunk), _routing(conversation, setting, records)
+        said = list(conversation.transcript)
+        outcomes = {**outcomes, **(yield from analysed(conversation, self.shared.analyzers, setting.judges))}
+        return said, records, outcomes, len(trunk), _routing(conversation, setting, records)
 
     def _play(self, conversation: Any, setting: Setting, part: Part, cell: Cell | None = None) -> Steps:
         records: list[Any] = []
@@ -289,8 +287,7 @@ class UnitRun:
         if done.error is not None:
             self._fail(cell, short_error(done.error), done.traceback or "")
             return
-        conversation, records, outcomes, start, routing = done.value
-        messages = list(conversation.transcript)
+        messages, records, outcomes, start, routing = done.value
         result = CellResult(
             cell=cell, item_row=self.unit.items[cell.item], messages=messages, records=records, outcomes=outcomes,
             num_trunk_messages=start, routing=routing,
@@ -308,6 +305,7 @@ class UnitRun:
         self.states = added
         self.left.pop(cell.id)
         self.num_held += 1
+        self.analyses_failed += num_failed(outcomes)
         self.shared.cells[self.unit.id] = self.num_held
         self._settled(cell)
 
@@ -346,7 +344,12 @@ class UnitRun:
             self.writer.add_sums(name, state)
         begun = time.monotonic()
         outcome = self.writer.commit(
-            children=children, counters={"tokens": self.tokens, "cost": round(self.shared.models.newly_spent(), 6)}
+            children=children,
+            counters={
+                "tokens": self.tokens,
+                "cost": round(self.shared.models.newly_spent(), 6),
+                "analyses_failed": self.analyses_failed,
+            },
         )
         self.shared.seconds["writing"] += time.monotonic() - begun
         reach("replica.finished")
@@ -362,13 +365,6 @@ class UnitRun:
 def _is_of(fed: Any, speaker: Any) -> bool:
     """True if recorded tokens are of this participant's own tokenizer and template."""
     return fed is not None and fed.template_hash in ("", speaker.template.hash)
-
-
-def _analyzers(paths: tuple[str, ...]) -> Iterator[Any]:
-    """Functions at import paths from the user's own configuration."""
-    for path in paths:
-        module, _, name = path.partition(":")
-        yield getattr(importlib.import_module(module), name)
 
 
 def _routing(conversation: Any, setting: Setting, records: list[Any]) -> list[dict[str, Any]]:

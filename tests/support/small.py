@@ -10,6 +10,7 @@ import numpy as np
 
 from sweeps import run as sweeps_run
 from sweeps.compose import from_plain
+from sweeps.replica.setting import Setting
 from tests.support.tiny import tiny
 from tests.support.tokenizers import CHATML, make
 
@@ -63,6 +64,19 @@ def trouble(what, path):
     return {"do": what, "while": str(path)}
 
 
+def troubled(setting, row):
+    """`Setting.framing`, which fails the cells of an item that is told to."""
+    if row.get("do") == "raise" and os.path.exists(row["while"]):
+        raise RuntimeError("it was told to")
+    if row["id"] == Switch.fail_item:
+        raise ValueError("this item cannot be framed")
+    return _framing(setting, row)
+
+
+_framing, Setting.framing = Setting.framing, troubled
+"""In every process that imports `analyze`, replicas of other processes too."""
+
+
 def analyze(conversation):
     row = conversation.row
     if row.get("do") and os.path.exists(row["while"]):
@@ -70,9 +84,6 @@ def analyze(conversation):
             os.kill(os.getpid(), signal.SIGKILL)
         while row["do"] == "hang":
             time.sleep(1)
-        raise RuntimeError("it was told to")
-    if row["id"] == Switch.fail_item:
-        raise ValueError("this item cannot be analysed")
     return {"words": float(sum(len(m.content.split()) for m in conversation.transcript))}
 
 

@@ -304,8 +304,8 @@ def test_secrets_never_reach_disk_or_terminal(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["run", *SCRIPTED, "scenario.analyzers=['leaky:leak']"]) == 3
-    failure = sweeps.open("runs/sweep").table("failures").to_pylist()[0]
-    assert "401: <SOME_API_KEY> and <secret> were refused" in failure["error"] and "leaky.py" in failure["traceback"]
+    failure = sweeps.open("runs/sweep").outcomes()["failed.leaky:leak"][0].as_py()
+    assert "401: <SOME_API_KEY> and <secret> were refused" in failure and "leaky.py:4" in failure
     main(["status", "runs/sweep"])
     main(["report", "runs/sweep"])
     shown = capsys.readouterr()
@@ -323,7 +323,7 @@ def test_secrets_never_reach_disk_or_terminal(tmp_path, monkeypatch, capsys):
         assert secret not in "".join(capsys.readouterr())
 
 
-def test_a_bad_outcome_fails_its_cell_alone(tmp_path, monkeypatch):
+def test_a_bad_outcome_stands_beside_its_conversation(tmp_path, monkeypatch):
     from sweeps.cli import main
     from tests.sweeps.commands.test_cli import SCRIPTED
 
@@ -334,5 +334,9 @@ def test_a_bad_outcome_fails_its_cell_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["run", *SCRIPTED, "scenario.analyzers=['odd_outcome:odd']"]) == 3
     run = sweeps.open("runs/sweep")
-    assert run.counts == {"done": 2, "failed": 2, "pending": 0} and len(list(run.commits())) == 1
-    assert "possible: numbers and strings" in run.table("failures")["error"][0].as_py()
+    assert run.counts == {"done": 4, "failed": 0, "pending": 0} and len(list(run.commits())) == 1
+    rows = run.outcomes().to_pylist()
+    assert [row["x"] for row in rows if row["item"] == "b"] == [1.5, 1.5]
+    odd = [row for row in rows if row["item"] == "a"]
+    assert [row["x"] for row in odd] == [None, None] and all(run.messages(row["cell"]) for row in odd)
+    assert all("possible: numbers and strings" in row["failed.odd_outcome:odd"] for row in odd)

@@ -193,7 +193,7 @@ def test_a_cell_that_raises_is_a_row_in_failures_and_can_be_tried_again(model, u
     run = sweeps_run.open(folder)
     rows = run.table("failures").to_pylist()
     assert len(rows) == 4 and run.counts == {"done": 8, "failed": 4, "pending": 0}
-    assert all("this item cannot be analysed" in r["error"] and "analyze" in r["traceback"] for r in rows)
+    assert all("this item cannot be framed" in r["error"] and "troubled" in r["traceback"] for r in rows)
     Switch.fail_item = None
     again = settings(model)
     assert entry.run(replace(again, run=replace(again.run, retry_failed=True)), folder) == 0
