@@ -30,6 +30,7 @@ USAGE = """sweeps <command> ...
   report DIR               write the page of a run, DIR/report/index.html
   capture DIR layers=20,24 [sites=...]     more layers or sites of a finished run, sampling nothing again
   aggregate DIR [name=... key=value ...]   aggregates again, or new ones, from what is stored; loads no model
+  analyze DIR name=MODULE:FUNCTION         outcomes of stored conversations, new or again: an analyzer, or a judge
   show   DIR CELL          print one conversation (any beginning of a cell's id)
   compare A B              the same cells in two runs: tokens that changed, log-probabilities, routing
   export DIR OUT key=value ...   vectors as one .parquet or .npz file, chosen by framing=warm --layers 16 --where ...;
@@ -242,6 +243,18 @@ def _aggregate(arguments: list[str]) -> int:
     return COMPLETE
 
 
+def _analyze(arguments: list[str]) -> int:
+    from .commands.analyze import HELP, analyze
+    from .run import open as open_run
+
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(HELP)
+        return COMPLETE if arguments else ERROR
+    have, failed = analyze(open_run(arguments[0]), arguments[1:])
+    print(f"{have} cells have a value{f', {failed} analyses failed: outcomes named failed.* say why' * bool(failed)}")
+    return FAILED_CELLS if failed else COMPLETE
+
+
 def _capture(arguments: list[str]) -> int:
     from .commands import capture
 
@@ -352,6 +365,6 @@ EXPORT = """Pooled vectors as one .parquet or .npz file, or directions as a cont
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "plan": _plan, "run": _run, "status": _status, "report": _report, "capture": _capture,
-    "aggregate": _aggregate,
+    "aggregate": _aggregate, "analyze": _analyze,
     "show": _show, "compare": _compare, "export": _export, "verify": _verify, "gc": _gc,
 }  # fmt: skip

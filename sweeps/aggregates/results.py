@@ -65,7 +65,7 @@ def refuse_code(store: Store, name: str, options: Any) -> None:
 def _finished(run: ShardedRun, aggregate: Sum, stored: bool) -> dict[str, Any]:
     """The finished sum: of the states that units recorded, or recomputed from what they stored."""
     streams, readable = getattr(aggregate, "streams", True), getattr(aggregate, "reads_state", lambda state: True)
-    streams &= not (hasattr(aggregate, "add_shard") and run.captures)
+    streams &= not (hasattr(aggregate, "add_shard") and run.captures) and not run.analysed
     merged: State | None = None
     for state in map(dict, run.sums(aggregate.name)) if stored and streams else ():
         if not readable(state):

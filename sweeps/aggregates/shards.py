@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ..folder import files, rows, schemas
+from ..folder import analyses, files, rows, schemas
 from ..folder import names as folder_names
 from ..folder.reader import RunFolder
 from ..folder.store import within
@@ -74,9 +74,14 @@ class Shard:
         table = self.table("outcomes")
         pairs = zip(table.column("numbers").to_pylist(), table.column("texts").to_pylist(), strict=True)
         found = [dict(numbers or ()) | dict(texts or ()) for numbers, texts in pairs]
+        cells = table.column("cell").to_pylist()
+        if later := self.run.analysed:
+            born = dict(zip(cells, found, strict=True))
+            cells = [cell for cell in self.commit.cells if cell in born or cell in later]
+            found = [analyses.over(born.get(cell, {}), later.get(cell)) for cell in cells]
         names = dict.fromkeys(name for row in found for name in row)
         values = {name: pa.array([row.get(name) for row in found]) for name in names}
-        return pa.table({"cell": table.column("cell"), **values})
+        return pa.table({"cell": pa.array(cells, pa.string()), **values})
 
     def index(self, names: Iterable[str], pools: Sequence[str | None] = POOLS) -> pa.Table:
         """The records of cells (a trunk's own left out): where each lies, and the columns that `names` are found by.

@@ -6,6 +6,8 @@ RUN, PROGRESS, EVENTS, REPORT = "run.json", "progress.json", "events.jsonl", "re
 
 PLAN, INPUTS, COMMITS, LEASE, AGGREGATES, CAPTURES = "plan", "inputs", "_commits", "_lease", "aggregates", "captures"
 
+ANALYSES = "analyses"
+
 
 def config(part: int | str) -> str:
     """The settings with which a part of the plan entered."""
@@ -70,6 +72,16 @@ def arrays(aggregate: str) -> str:
 def capture(name: str) -> str:
     """The folder of what `sweeps capture` added."""
     return f"{CAPTURES}/{name}"
+
+
+def analysis(version: str) -> str:
+    """What a version of `sweeps analyze` is."""
+    return f"{ANALYSES}/{version}.json"
+
+
+def analysed_unit(version: str, unit: str) -> str:
+    """The outcomes of a committed unit by a version."""
+    return f"{ANALYSES}/{version}/{unit}.parquet"
 
 
 def table(table: str, shard: str) -> str:

@@ -18,7 +18,7 @@ import pyarrow.dataset as ds
 from .. import errors
 from ..config.schema import SweepConfig
 from ..errors import ConfigError, did_you_mean
-from . import names, rows, schemas, tensors
+from . import analyses, names, rows, schemas, tensors
 from .commits import Commit, list_commits
 from .files import read_json
 from .paths import parts
@@ -137,10 +137,20 @@ class RunFolder:
         """Cells by state: done, failed, pending."""
         return dict(self._totals[1])
 
+    @cached_property
+    def analysed(self) -> dict[str, dict[str, Any]]:
+        """Cell -> outcomes that `sweeps analyze` computed afterwards; they stand over those the cell was committed with."""
+        return analyses.outcomes(self.store)
+
     @property
     def analyses_failed(self) -> int:
-        """How many analyzers and judges failed on finished cells: text outcomes `failed.<name>` say why."""
-        return sum(int(commit.counters.get("analyses_failed", 0)) for commit in self._commits)
+        """How many analyzers and judges have no value on finished cells: text outcomes `failed.<name>` say why."""
+        if not self.analysed and not any(commit.counters.get("analyses_failed") for commit in self._commits):
+            return 0
+        table = self.outcomes()
+        return sum(
+            len(table) - table[name].null_count for name in table.column_names if name.startswith(analyses.FAILED)
+        )
 
     # ---- tables
 
@@ -197,6 +207,12 @@ class RunFolder:
             dict(n or ()) | dict(t or ())
             for n, t in zip(*(table[c].to_pylist() for c in ("numbers", "texts")), strict=True)
         ]
+        if self.analysed:
+            born = dict(zip(table["cell"].to_pylist(), found, strict=True))
+            cells = [cell for cell in self.cells["cell"].to_pylist() if cell in born or cell in self.analysed]
+            found = [analyses.over(born.get(cell, {}), self.analysed.get(cell)) for cell in cells]
+            at = pc.index_in(pa.array(cells, pa.string()), self.cells["cell"].combine_chunks())
+            table = pa.table({"cell": pa.array(cells, pa.string()), "trunk": self.cells["trunk"].take(at)})
         given = list(dict.fromkeys(name for row in found for name in row))
         joined = self.joined(table.select(["cell", "trunk"]))
         for name in given:

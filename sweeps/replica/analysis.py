@@ -13,15 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from ..folder.analyses import FAILED
 from ..folder.writer import outcome_row
 from ..redact import redact
 from .judges import Judge
 
 if TYPE_CHECKING:
     from interlens.work import Steps
-
-FAILED = "failed."
-"""Begins the name of a text outcome that says why an analysis has no value."""
 
 Analyzers = Mapping[str, Callable[[Any], Mapping[str, Any]]]
 """Import path -> function of a conversation that returns outcomes: names to numbers or texts."""
@@ -45,11 +43,14 @@ def imported(paths: Sequence[str]) -> Analyzers:
 def analysed(conversation: Any, analyzers: Analyzers, judges: Sequence[Judge]) -> Steps:
     """Outcomes of a conversation by all of them, failures included; see `FAILED`."""
     outcomes: dict[str, Any] = {}
+    said = conversation.transcript
     for name, analyze in analyzers.items():
+        conversation.transcript = said.copy()  # whatever one does to it, the next sees what was said
         try:
             outcomes.update(_checked(analyze(conversation)))
         except (Exception, SystemExit) as error:
             outcomes[FAILED + name] = _why(error)
+    conversation.transcript = said
     for judge in judges:
         try:
             outcomes.update(_checked((yield from judge.steps(conversation))))

@@ -39,7 +39,7 @@ class Judged:
 
 def test_each_analysis_stands_by_itself():
     analyzers = {"a:fine": lambda c: {"words": 3}, "a:bad": lambda c: 1 / 0, "b:fine": lambda c: {"mood": "ü"}}
-    found = outcomes(analysed(SimpleNamespace(), analyzers, [Judged()]))
+    found = outcomes(analysed(SimpleNamespace(transcript=[]), analyzers, [Judged()]))
     assert {k: v for k, v in found.items() if "failed" not in k} == {"words": 3, "mood": "ü"}
     assert "ZeroDivisionError: division by zero (test_analysis.py:" in found["failed.a:bad"]
     assert "TimeoutError: no answer" in found["failed.warmth"] and num_failed(found) == 2
@@ -59,7 +59,9 @@ def test_no_conversation_is_lost_to_an_analyzer(body, tmp_path, monkeypatch, cap
     run = sweeps.open(tmp_path / "run")
     assert run.counts == {"done": 4, "failed": 0, "pending": 0} and run.analyses_failed == 4
     rows = run.outcomes().to_pylist()
-    assert len(rows) == 4 and all(row["failed.mine:analyze"] and row["enthusiasm"] is not None for row in rows)
+    assert len(rows) == 4 and all(
+        row["failed.mine:analyze"] and isinstance(row["enthusiasm.bob"], float) for row in rows
+    )
     assert entry.run(settings(model, seeds=1, num_items=2, scenario__analyzers=[]), tmp_path / "without") == 0
     same(contents(tmp_path / "run"), contents(tmp_path / "without"))
     assert verify(tmp_path / "run", deep=True).ok

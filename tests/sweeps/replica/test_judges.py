@@ -3,6 +3,7 @@
 import pytest
 
 import sweeps
+from sweeps.commands.analyze import analyze
 from sweeps.config.schema import JudgeConfig
 from sweeps.driver import entry
 from sweeps.errors import ConfigError
@@ -56,19 +57,22 @@ def test_an_api_judge_is_asked_over_http_and_what_it_said_is_kept(model, tmp_pat
     assert means["warmth_parsed", "warm"] == 2 and sum(n for (name, _), n in means.items() if name == "warmth") == 2
 
 
-def test_an_api_judge_that_cannot_be_reached_fails_its_cells_and_they_can_be_tried_again(model, tmp_path, monkeypatch):
+def test_an_api_judge_that_cannot_be_reached_loses_no_conversation_and_can_be_asked_again(model, tmp_path, monkeypatch):
     pytest.importorskip("openai")
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     chat = ChatServer([("status", 401, {})] * 4)
     with serve(chat) as url:
         judge = {"kind": "api", "model": "m", "base_url": url, "prompt": PROMPT}
         assert entry.run(judged(model, {"warmth": judge}), tmp_path / "run") == 3
-        assert (
-            "APIFailed: 'warmth' got no answer" in sweeps.open(tmp_path / "run").table("failures")["error"][0].as_py()
-        )
-        again = judged(model, {"warmth": judge}, run={"progress": "none", "retry_failed": True})
-        assert entry.run(again, tmp_path / "run") == 0
-    assert len(sweeps.open(tmp_path / "run").outcomes()) == 4
+        run = sweeps.open(tmp_path / "run")
+        assert run.counts["failed"] == 0 and run.analyses_failed == 4
+        assert "APIFailed: 'warmth' got no answer" in run.outcomes()["failed.warmth"][0].as_py()
+        with pytest.raises(ConfigError, match="an address that a folder names is used only when you name it too"):
+            analyze(run, ["name=warmth"])
+        assert analyze(run, ["name=warmth", f"base_url={url}"]) == (4, 0)
+    run = run.refresh()
+    assert run.outcomes()["warmth"].null_count == 0 and run.analyses_failed == 0
+    assert "failed.warmth" not in run.outcomes().column_names
 
 
 @pytest.mark.slow
