@@ -170,7 +170,8 @@ class _Enter:
             units = (self._done(unit) for unit in run.plan.units() if unit.part == part)
             kept = (unit for unit in units if unit.cells or unit.trunks)
             count += plan_writer.write(root, part, began.grid, kept, patched=has_patches(began))
-        about = {**about_module.about(config), "models": run.about["models"], "captures": str(run.about["experiment"])}
+        kept = {"models": run.about["models"], "captures": str(run.about["experiment"]), "date": run.about.get("date")}
+        about = {**about_module.about(config), **kept}
         root.write_new(names.RUN, files.dump_json(about))
         return enter.Entered(state="new", num_cells=count, new_cells=count)
 

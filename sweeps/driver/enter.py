@@ -25,6 +25,7 @@ from ..folder.store import Store, Where, open_store
 from ..plan import inputs
 from ..plan.expand import Branches, expand, pack, trunks
 from ..plan.patches import has_patches
+from ..plan.replay import date_of_run
 from . import size as size_module
 from .size import missing_bytes
 
@@ -69,7 +70,10 @@ def enter(
     store.write_new(names.config(0), files.dump_yaml(config.to_dict()))
     plan = expand(config) if units is None else units
     count = plan_writer.write(store, 0, config.grid, plan, patched=has_patches(config))
-    store.write_new(names.RUN, files.dump_json(about(config)))
+    begun, source = about(config), config.scenario.replay or ""
+    if source.startswith("run:"):
+        begun["date"] = date_of_run(source.removeprefix("run:")) or begun["date"]
+    store.write_new(names.RUN, files.dump_json(begun))
     return Entered(state="new", num_cells=count, new_cells=count)
 
 

@@ -91,6 +91,11 @@ def scenario_of_run(path: str) -> dict[str, Any]:
     return {"scenario": {key: plain["scenario"][key] for key in kept}, "models": plain["models"]}
 
 
+def date_of_run(path: str) -> str | None:
+    """The day that a run's prompts show; None: of a run from before days were kept."""
+    return _open(path).about.get("date")
+
+
 def _open(path: str) -> RunFolder:
     try:
         return RunFolder(path)
