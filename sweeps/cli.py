@@ -223,23 +223,29 @@ def _status(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str]) -> int:
+    from .folder.blame import blaming
     from .report.page import write_report
     from .run import open as open_run
 
     given = _parsed(arguments, "report", "Write the page of a run.", "dir")
-    print(write_report(open_run(given.dir)))
+    run = open_run(given.dir)
+    with blaming(run):
+        print(write_report(run))
     return COMPLETE
 
 
 def _aggregate(arguments: list[str]) -> int:
     from .commands.aggregate import HELP, aggregate
+    from .folder.blame import blaming
     from .run import open as open_run
 
     if not arguments or arguments[0] in ("-h", "--help"):
         print(HELP)
         return COMPLETE if arguments else ERROR
-    for path, said in aggregate(open_run(arguments[0]), arguments[1:]).items():
-        print("\n  ".join([str(path), *said]))
+    run = open_run(arguments[0])
+    with blaming(run):
+        for path, said in aggregate(run, arguments[1:]).items():
+            print("\n  ".join([str(path), *said]))
     return COMPLETE
 
 
@@ -266,11 +272,13 @@ def _capture(arguments: list[str]) -> int:
 
 def _show(arguments: list[str]) -> int:
     from .commands import show
+    from .folder.blame import blaming
     from .run import open as open_run
 
     given = _parsed(arguments, "show", "Print one conversation.", "dir", "cell")
     run = open_run(given.dir)
-    print(show.text(run, run.find(given.cell)))
+    with blaming(run):
+        print(show.text(run, run.find(given.cell)))
     return COMPLETE
 
 
@@ -315,16 +323,20 @@ def _gc(arguments: list[str]) -> int:
 
 def _compare(arguments: list[str]) -> int:
     from .commands.compare import compare
+    from .folder.blame import blaming
     from .run import Run
 
     given = _parsed(arguments, "compare", "The same cells in two runs.", "a", "b")
-    print("\n".join(compare(Run(given.a), Run(given.b)).lines))
+    a, b = Run(given.a), Run(given.b)
+    with blaming(a, b):
+        print("\n".join(compare(a, b).lines))
     return COMPLETE
 
 
 def _export(arguments: list[str]) -> int:
     from .commands.export import FORMATS, export, export_directions
     from .errors import ConfigError
+    from .folder.blame import blaming
     from .run import Run
 
     parser = _Parser(prog="sweeps export", description=EXPORT, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -344,16 +356,15 @@ def _export(arguments: list[str]) -> int:
         layers = None if given.layers is None else [int(layer) for layer in given.layers.strip("[]").split(",")]
     except ValueError:
         raise ConfigError(f"--layers: cannot read {given.layers!r}; write 8,16") from None
-    if given.format == "gguf" or (given.format is None and given.out.endswith(".gguf")):
-        count, width = export_directions(
-            Run(given.dir), given.out, name=given.direction, layers=layers, hint=given.hint
-        )
-        print(f"{count} directions of {width} values in {given.out}")
-        return COMPLETE
-    count, width = export(
-        Run(given.dir), given.out, given.conditions, where=given.where, layers=layers, format=given.format
-    )
-    print(f"{count} vectors of {width} values in {given.out}")
+    run, directions = Run(given.dir), given.format == "gguf" or (given.format is None and given.out.endswith(".gguf"))
+    with blaming(run):
+        if directions:
+            count, width = export_directions(run, given.out, name=given.direction, layers=layers, hint=given.hint)
+        else:
+            count, width = export(
+                run, given.out, given.conditions, where=given.where, layers=layers, format=given.format
+            )
+    print(f"{count} {'directions' if directions else 'vectors'} of {width} values in {given.out}")
     return COMPLETE
 
 

@@ -62,7 +62,10 @@ def export(
         part = pc.field(key).isin(given[key])
         chosen = part if chosen is None else chosen & part
     site, pool = (given.get(key, [default])[0] for key, default in (("site", "residual"), ("pool", "mean")))
-    vectors, rows = run.vectors(site=site, pool=pool, where=chosen)
+    try:
+        vectors, rows = run.vectors(site=site, pool=pool, where=chosen)
+    except KeyError as error:
+        raise ConfigError(error.args[0]) from None
     keep = np.ones(rows.num_rows, bool)
     for key in (k for k in given if k not in FILTERS):
         keep &= np.isin(np.array(rows[key].to_pylist(), object), np.array(given[key], object))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,16 @@ def read_results(at: Where) -> dict[str, dict[str, Any]]:
     found = [name.removesuffix(".json") for name in store.entries(names.AGGREGATES) if name.endswith(".json")]
     found.sort(key=lambda name: (name != "directions", name.startswith("control"), name))
     return {name: _read(store, name) for name in found}
+
+
+@contextlib.contextmanager
+def reading(at: Where, aggregate: str) -> Iterator[None]:
+    """Inside, a result is told: what it lacks, or holds instead, is Damaged and says how it is made again."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        why = f"{names.result(aggregate)} of {str(at)!r} holds something else than is written there ({error!r})"
+        raise Damaged(f"{why}; delete it, and make it again: sweeps aggregate {at} name={aggregate}") from error
 
 
 def _read(store: Store, aggregate: str) -> dict[str, Any]:

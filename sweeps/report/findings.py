@@ -6,7 +6,7 @@ from typing import Any
 
 from ..aggregates.shards import ShardedRun
 from ..analyzers import UNITS
-from ..folder.results import read_results
+from ..folder.results import read_results, reading
 from .markup import interval, number
 from .sections import table_title
 
@@ -16,8 +16,9 @@ LINES = 10
 def sentences(run: ShardedRun) -> list[str]:
     """The closing lines of a run: cells, directions with their controls, responses with paired intervals."""
     lines = [counts(run)]
-    for result in read_results(run.store).values():
-        lines += said(result)
+    for name, result in read_results(run.store).items():
+        with reading(run.store, name):
+            lines += said(result)
     return lines[:LINES]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..aggregates.shards import ShardedRun
 from ..folder import names
 from ..folder.local import whole_file
-from ..folder.results import read_results
+from ..folder.results import read_results, reading
 from ..folder.store import Remote
 from .charts import Point, Series, chart
 from .findings import same_measure, sentences, title
@@ -37,10 +37,13 @@ def write_report(run: ShardedRun, path: str | Path | None = None) -> Path | Remo
 def render(run: ShardedRun) -> Markup:
     """The whole page."""
     name = run.config.experiment
-    results = read_results(run.store)
+    told: list[tuple[str, Markup]] = []
+    for aggregate, result in read_results(run.store).items():
+        with reading(run.store, aggregate):
+            told += _result(result)
     sections = [
         ("What the results say", tag("ul", *[tag("li", line) for line in sentences(run)])),
-        *[(heading, body) for result in results.values() for heading, body in _result(result)],
+        *told,
         ("Failures", _failures(run)),
         ("Conversations", tree(run, run.config.report.transcripts)),
         ("Settings", _settings(run)),
