@@ -20,6 +20,8 @@ FAMILIES = {
     "think": ("<think>", "</think>"),
     "bracket": ("[THINK]", "[/THINK]"),
     "seed": ("<seed:think>", "</seed:think>"),
+    "thought": ("<thought>", "</thought>"),
+    "kimi": ("◁think▷", "◁/think▷"),
     "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
     "gemma4": ("<|channel>", "<channel|>"),  # a channel's name, `thought`, stands on its first line
     "harmony": ("<|channel|>", "final<|message|>"),  # every channel but `final` is reasoning, and so is its header
@@ -191,6 +193,21 @@ def find_markers(tokenizer: Any, template: str, texts: tuple[str, str] | None = 
         close=_ids_of(tokenizer, texts[1]),
         blank=frozenset(i for text in ("\n", "\n\n", " ", "  ", "\t") for i in _plain(tokenizer, text)),
     )
+
+
+_SPEAKS_OF_THOUGHTS = re.compile(r"\b(?:enable_thinking|reasoning_content)\b")
+
+
+def check_known(name: str, template: str, markers: Markers | None) -> None:
+    """ValueError where a chat template speaks of thoughts and nothing tells how its model marks them."""
+    spoken = _SPEAKS_OF_THOUGHTS.search(template)
+    if markers is None and spoken:
+        known = ", ".join(f"{o} {c}" for o, c in FAMILIES.values())
+        raise ValueError(
+            f"{name}: its chat template speaks of thoughts ({spoken[0]}), and how this model marks them is not known, so "
+            f"that they would count as its answer. Known: {known}. Give thinking=(opening text, closing text), or "
+            "thinking=False where it does not think"
+        )
 
 
 def _plain(tokenizer: Any, text: str) -> list[int]:

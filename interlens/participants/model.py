@@ -20,7 +20,7 @@ from ..interp.patching import bound
 from ..interp.sites import find_family
 from ..message import Fed, Message, plain
 from ..preview import skeleton
-from ..reasoning import Markers, phases_of, reasoning_text, split_reply
+from ..reasoning import Markers, check_known, phases_of, reasoning_text, split_reply
 from ..sources import kind
 from ..templating import ContextItem
 from ..tools import ToolRegistry, as_tools, entry
@@ -170,6 +170,8 @@ class ModelParticipant(Participant):
     # -- a turn -----------------------------------------------------------------------------------------------------
     def turn(self, view: Any, request: TurnRequest) -> Steps:
         """Generate, run the tools that the reply calls, and generate again, at most `max_tool_iters` times."""
+        if self.thinking is not False:
+            check_known(self.name, self.template.source, self.markers())
         registry, trail, spent = ToolRegistry(view.tools), [], 0
         family = family_of(self.template.source, self.template.takes_tools) if view.tools else None
         for round_ in range(self.max_tool_iters + 1 if view.tools else 1):

@@ -298,3 +298,18 @@ def test_gemma_4_thinks_calls_and_answers():
         "text": 'a, {b}: "c"', "tags": ["x"], "n": 3, "flag": True, "maybe": None,
     }  # fmt: skip
     assert split_text(lines[1]) == ("Done.", "It is 3.")
+
+
+def test_a_template_whose_thoughts_are_not_known_is_refused_at_the_first_turn():
+    body = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}{% if enable_thinking %}{% endif %}"
+    )
+    tokenizer = make(body)
+    with pytest.raises(
+        ValueError, match=r"alice: .*speaks of thoughts \(enable_thinking\).*<think> </think>.*thinking=\("
+    ):
+        Conversation([speaker("alice", tokenizer, "Hm.")], shared_context="Go.").step("alice")
+    for thinking, reasoning, said in ((False, None, "(hm) Yes."), (("(", ")"), "hm", "Yes.")):
+        alice = speaker("alice", tokenizer, "(hm) Yes.", thinking=thinking)
+        message = Conversation([alice], shared_context="Go.").step("alice")
+        assert (message.metadata.get("reasoning"), message.content) == (reasoning, said)
