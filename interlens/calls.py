@@ -152,6 +152,8 @@ def parse_mistral(text: str, tools: Tools | None = None) -> Parsed:
     return reader.parsed(tools)
 
 
+TRIED = 20
+"""Closing marks that are tried as the end of Python calls: a text may spell some of them out."""
 _GEMMA_BLOCK = re.compile(r"```(tool_code|python)[^\S\n]*\n")
 _GEMMA_CALL = re.compile(r"<start_function_call>\s*call:\s*([\w.-]+)\s*(?=\{|\Z)")
 _GEMMA4_CALL = re.compile(r"<\|tool_call>\s*call:\s*([\w.-]+)\s*(?=\{|\Z)")
@@ -177,7 +179,7 @@ def parse_gemma(text: str, tools: Tools | None = None) -> Parsed:
         return left, calls
     reader = Reader(text)
     for found in reader.found(_GEMMA_BLOCK):
-        ends = [m.start() for m in re.compile("```").finditer(text, reader.at)]
+        ends = [m.start() for m in re.compile("```").finditer(text, reader.at)][:TRIED]
         bodies = [(text[reader.at : e], e + 3) for e in ends] or [(text[reader.at :], len(text))]
         read = next(((c, e) for b, e in bodies if (c := python_calls(_without_marks(b)))), None)
         if read and (found[1] == "tool_code" or all(tools is None or c.name in tools for c in read[0])):
@@ -229,7 +231,7 @@ def parse_pythonic(text: str, tools: Tools | None = None) -> Parsed:
     """LFM2 and others: <|tool_call_start|>[name(key=value)]<|tool_call_end|>; JSON too."""
     reader, end = Reader(text), "<|tool_call_end|>"
     for _ in reader.found(_LFM):
-        ends = [m.start() for m in re.compile(re.escape(end)).finditer(text, reader.at)]
+        ends = [m.start() for m in re.compile(re.escape(end)).finditer(text, reader.at)][:TRIED]
         ends = ends or [len(text)]
         read = next(((c, e) for e in ends if (c := python_calls(text[reader.at : e])) is not None), None)
         if read is None:
