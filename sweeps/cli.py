@@ -101,8 +101,9 @@ def _plan(arguments: list[str]) -> int:
         if not os.path.isdir(options.config_dir):
             raise ConfigError(f"no folder {options.config_dir!r} for --config-dir")
         overrides.append(f"hydra.searchpath=['file://{os.path.abspath(options.config_dir)}']")
-    config = load(overrides)
-    print(plan.describe(config))
+    notes: list[str] = []
+    config = load(overrides, notes)
+    print("\n".join([plan.describe(config), *notes]))
     if options.measure:
         print(plan.extrapolate(config, plan.measure(config)))
     return COMPLETE

@@ -16,25 +16,27 @@ from .config.shipped import conf_dir
 from .errors import ConfigError, did_you_mean
 from .plan.checks import checked
 from .plan.replay import scenario_of_run
+from .typed import GROUPS, typed_wins
 
 
-def load(overrides: Sequence[str] = ()) -> SweepConfig:
+def load(overrides: Sequence[str] = (), notes: list[str] | None = None) -> SweepConfig:
     """Compose the shipped configuration with these Hydra overrides and check it.
 
     Raises ConfigError with one line for anything impossible. Reads item files and the headers of directions; loads no
     model.
     """
 
-    return compose(list(overrides))
+    return compose(list(overrides), notes)
 
 
 QUOTING = "write key=value, and quote values with blanks, commas or parentheses, as in \"key='message(0)'\""
 
-GROUPS = ("model", "scenario", "capture", "intervention", "grid", "aggregate", "cluster", "experiment", "debug")
 
+def compose(overrides: list[str], notes: list[str] | None = None) -> SweepConfig:
+    """Compose with Hydra and check. ConfigError in one line for whatever does not fit.
 
-def compose(overrides: list[str]) -> SweepConfig:
-    """Compose with Hydra and check. ConfigError in one line for whatever does not fit."""
+    `notes` gets a line for each key of an experiment that a typed group changed.
+    """
     import hydra
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
@@ -49,7 +51,7 @@ def compose(overrides: list[str]) -> SweepConfig:
                 composed = hydra.compose("config", overrides=relaxed(overrides), return_hydra_config=True)
             except ValueError as error:  # of an override that does not fit what is there
                 raise ConfigError(explain(error)) from None
-            return from_composed(composed, composed.hydra)
+            return from_composed(composed, composed.hydra, notes)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(explain(error)) from None
     finally:
@@ -118,7 +120,7 @@ def _of_another_kind(text: str, wanted: str, given: str) -> str:
     return f"{where}: {words[given]} stands where {words[wanted]} belongs; {lists}"
 
 
-def from_composed(composed: Any, hydra_config: Any) -> SweepConfig:
+def from_composed(composed: Any, hydra_config: Any, notes: list[str] | None = None) -> SweepConfig:
     """Hydra's composition, and what Hydra knows of it, as a checked `SweepConfig`.
 
     A multirun job gets a folder of its own, named by its content, so that the same job finds it again in any order.
@@ -126,6 +128,9 @@ def from_composed(composed: Any, hydra_config: Any) -> SweepConfig:
     from omegaconf import OmegaConf
 
     ours = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+    ours, said = typed_wins(ours, OmegaConf.to_container(hydra_config.overrides.task))  # ty: ignore[invalid-argument-type]
+    if notes is not None:
+        notes += said
     plain: Any = OmegaConf.to_container(ours, resolve=True, throw_on_missing=True)
     plain.setdefault("experiment", OmegaConf.select(hydra_config, "runtime.choices.experiment") or "sweep")
     suffix = ""

@@ -30,7 +30,7 @@ LAYERS = {
         "aggregates/",
         "report/ replica/",
         "driver/",
-        "run compose",
+        "run typed compose",
         "commands/",
         "cli",
     ),
@@ -144,7 +144,10 @@ def test_interp_never_imports_the_engine():
 
 @pytest.mark.parametrize(
     ("tool", "home"),
-    [("ray", {"driver/executors/ray.py", "driver/executors/ray_tasks.py"}), ("hydra", {"compose.py", "cli.py"})],
+    [
+        ("ray", {"driver/executors/ray.py", "driver/executors/ray_tasks.py"}),
+        ("hydra", {"compose.py", "typed.py", "cli.py"}),
+    ],
 )
 def test_a_tool_of_sweeps_has_one_home(tool, home):
     for path in files("sweeps"):

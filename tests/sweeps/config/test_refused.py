@@ -75,7 +75,7 @@ def test_a_model_that_is_not_there(model, said, models, capsys):
 
 @pytest.mark.parametrize(("adapter", "said"), [
     ("owner/nosuch", "'owner/nosuch' is not a PEFT adapter folder"),
-    ("{}/dora", "has use_dora; only plain LoRA"),
+    ("{}/dora", "cannot differ per row of a batch: use_dora"),
     ("{}/hollow", "has no adapter_model.safetensors"),
 ])  # fmt: skip
 def test_an_adapter_that_is_not_there_on_any_point_of_the_grid(adapter, said, models, capsys):
