@@ -194,9 +194,6 @@ class Remote:
         found = self.fs.cat([path.path for path in paths])
         return [found[path.path] for path in paths]
 
-    def mkdir(self, **options: Any) -> None:
-        """Folders come with their files."""
-
     @_asks
     def unlink(self, missing_ok: bool = False) -> None:
         try:
@@ -204,9 +201,6 @@ class Remote:
         except FileNotFoundError:
             if not missing_ok:
                 raise
-
-    def resolve(self) -> Remote:
-        return self
 
 
 class ObjectStore:

@@ -189,6 +189,7 @@ ODD = [{"dtype": "F32", "shape": [-1, 4], "data_offsets": [0, 16]}, {"dtype": "F
        {"dtype": "F32", "shape": [1, 4], "data_offsets": [0, "x"]}]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["run.json", "config-0.yaml", "progress.json", "events.jsonl", "aggregates/outcomes.json",
              "_commits/u000000.json", "inputs/items-0.jsonl"]
