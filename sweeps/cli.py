@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -55,7 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"sweeps: no command {name!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
         return ERROR
-    return _guarded(lambda: COMMANDS[name](rest))
+    code = _guarded(lambda: COMMANDS[name](rest))
+    if code == STOPPED and argv is None and _units_left():
+        sys.stdout.flush()
+        os._exit(code)  # a second Ctrl-C: Python would wait for the threads of units
+    return code
+
+
+def _units_left() -> bool:
+    """True if threads that Python waits for at its end still run."""
+    return any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
 
 
 def _guarded(action: Callable[[], int]) -> int:

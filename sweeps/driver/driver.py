@@ -31,6 +31,7 @@ from ..folder.store import Store
 from ..folder.writer import UnitWriter
 from ..report.findings import sentences
 from .executors import pool
+from .executors.address import wait_for
 from .executors.base import Event
 from .ledger import Closed, Ledger, LedgerError, Needs, Verdict, split
 from .progress import Progress, Snapshot
@@ -87,6 +88,7 @@ class Driver:
         fresh = not self.ledger.complete
         if fresh:
             self._check_versions()
+            wait_for(self.config.cluster)  # a signal still ends the run at once here
             with signals(self._on_signal):
                 try:
                     self._run_units()

@@ -5,8 +5,10 @@ Totals come from commits, motion from counters. `status` reads the folder only, 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -99,14 +101,22 @@ class Progress:
         if self._bar is not None:
             self._bar.console.print(redact(line), markup=False, highlight=False)
         elif self._mode != "none":
-            print(redact(line), flush=True)
+            self._print(line, sys.stdout)
 
     def complain(self, line: str) -> None:
         """One line on stderr, whatever the mode."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        print(redact(line), file=sys.stderr, flush=True)
+        self._print(line, sys.stderr)
+
+    @staticmethod
+    def _print(line: str, stream: Any) -> None:
+        """Write a line; where that fails (a full disk, a closed pipe) the run goes on and that stream stays silent."""
+        try:
+            print(redact(line), file=stream, flush=True)
+        except (OSError, ValueError):
+            _silence(stream)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append to events.jsonl. Without the disk for it, the run goes on."""
@@ -185,6 +195,14 @@ class _PutLog(io.StringIO):
 
 EVENT_PART_BYTES = 256_000
 """Of an events file on an object store: about what an upload of it costs."""
+
+
+def _silence(stream: Any) -> None:
+    """Send what a stream still holds and all that comes to nowhere: Python would fail again when it flushes at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 def _now() -> str:

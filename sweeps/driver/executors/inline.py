@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -60,12 +61,14 @@ class InlineExecutor:
 
     def close(self) -> None:
         self.stop()
+        hurried = isinstance(sys.exception(), KeyboardInterrupt)  # a second Ctrl-C: what units hold is not waited for
         for threads in self._threads.values():
-            threads.shutdown(wait=True, cancel_futures=True)
+            threads.shutdown(wait=not hurried, cancel_futures=True)
         self._threads.clear()
         self._replicas.clear()
 
     def _raised(self, replica: str) -> None:
+        """Report a replica as lost with the exception that is being handled."""
         error = traceback.format_exc()
         self._events.put(Event(kind="lost", replica=replica, error=error, counts=True, raised=True))
 
@@ -74,9 +77,7 @@ class InlineExecutor:
             made = self._make(*self._arguments, cast)
             loaded = made.load()
         except BaseException:
-            self._events.put(
-                Event(kind="lost", replica=replica, error=traceback.format_exc(), counts=True, raised=True)
-            )
+            self._raised(replica)
             return
         self._replicas[replica] = made
         self._events.put(Event(kind="ready", replica=replica, ack=loaded))
@@ -85,8 +86,6 @@ class InlineExecutor:
         try:
             ack = self._replicas[replica].run(unit)
         except BaseException:
-            self._events.put(
-                Event(kind="lost", replica=replica, error=traceback.format_exc(), counts=True, raised=True)
-            )
+            self._raised(replica)
             return
         self._events.put(Event(kind="done", replica=replica, unit=ack["unit"], ack=ack))

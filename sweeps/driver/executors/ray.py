@@ -8,7 +8,6 @@ the object store. An instance of Ray is started here only when no address is giv
 from __future__ import annotations
 
 import os
-import socket
 import time
 import traceback
 from typing import Any
@@ -22,6 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ...config.schema import ClusterConfig
 from ...folder.cells import unit_id
 from ...redact import redact
+from .address import answers
 from .base import METRICS, Event, import_replica
 from .ray_tasks import _connect
 
@@ -271,21 +271,13 @@ class RayExecutor:
         if "node has died" in error or "preempt" in error.lower():
             return False
         node = next((node for node in ray.nodes() if node["NodeID"] == handle.node), None)
-        return bool(node and node["Alive"]) and _answers(node["NodeManagerAddress"], node["NodeManagerPort"])
+        # Ray itself notices a dead raylet only after many missed heartbeats
+        return bool(node and node["Alive"]) and answers(node["NodeManagerAddress"], node["NodeManagerPort"])
 
 
 def _absolute(run_dir: str) -> str:
     """A run folder as workers find it, whatever their working directory."""
     return run_dir if "://" in run_dir else os.path.abspath(run_dir)
-
-
-def _answers(host: str, port: int) -> bool:
-    """True if something listens there. Ray itself notices a dead raylet only after many missed heartbeats."""
-    try:
-        with socket.create_connection((host, port), timeout=3.0):
-            return True
-    except OSError:
-        return False
 
 
 def _environment() -> dict[str, str]:

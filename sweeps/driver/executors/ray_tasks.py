@@ -12,7 +12,12 @@ from typing import Any
 import ray
 
 from ...config.schema import ClusterConfig
+from ...errors import ConfigError
+from .address import address_of, wait_for
 from .base import import_replica
+
+JOIN_S = 120.0
+"""How long joining a cluster may take once its address answers."""
 
 
 def spread(function: str, calls: Sequence[tuple], cluster: ClusterConfig) -> Iterator[tuple[int, Any]]:
@@ -50,11 +55,12 @@ def _collected(waiting: dict[Any, int]) -> Iterator[tuple[int, Any]]:
 
 def _connect(cluster: ClusterConfig) -> Any:
     """Join the cluster at the given address, or start one here. Returns the context of what was started or joined."""
-    address = cluster.address or os.environ.get("RAY_ADDRESS")
+    address = address_of(cluster)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
     logging.getLogger("ray").setLevel(logging.ERROR)
     if address:
-        return _beside(lambda: ray.init(address=address, **quiet))
+        wait_for(cluster)
+        return _beside(lambda: ray.init(address=address, **quiet), JOIN_S, f"Ray at {address!r}")
     cpus = max(math.ceil(cluster.replicas * cluster.num_cpus), os.cpu_count() or 1)
     return _beside(lambda: ray.init(
         address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=cluster.object_store_memory,
@@ -62,8 +68,8 @@ def _connect(cluster: ClusterConfig) -> Any:
     ))  # fmt: skip
 
 
-def _beside(connect: Callable[[], Any]) -> Any:
-    """What `connect` returns, called in another thread, which stays.
+def _beside(connect: Callable[[], Any], patience_s: float | None = None, what: str = "Ray") -> Any:
+    """What `connect` returns, called in another thread, which stays. ConfigError after `patience_s` without an answer.
 
     In the main thread Ray installs a handler of its own, and a signal that comes while it connects aborts the process.
     The kernel ends what Ray starts when the thread that started it ends: so that thread waits for the process's end.
@@ -80,7 +86,10 @@ def _beside(connect: Callable[[], Any]) -> Any:
         threading.Event().wait()
 
     threading.Thread(target=call, name="sweeps-connect", daemon=True).start()
-    done.wait()
+    if not done.wait(patience_s):
+        raise ConfigError(
+            f"{what} did not let this process join in {patience_s:.0f} s; is what listens there a Ray head of this version?"
+        )
     value, error = found[0]
     if error is not None:
         raise error
