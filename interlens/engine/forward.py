@@ -36,6 +36,13 @@ def _apart(logits: Tensor, others: Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
+def uses_alibi(config: Any) -> bool:
+    """Positions are linear biases of attention (ALiBi): Falcon with `alibi`, MPT's attention settings, BLOOM always."""
+    inner = getattr(config, "attn_config", None)
+    settings = (getattr(config, "alibi", False), getattr(inner, "alibi", False))
+    return any(settings) or getattr(config, "model_type", None) == "bloom"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """Positions `[starts[b], stops[b])` of the token sequences `ids[b]`, in slab rows `first + b`."""
@@ -68,6 +75,12 @@ class Forward:
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         config = getattr(model, "config", None)
         self.config: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
+        if uses_alibi(self.config):
+            raise UnsupportedIntervention(
+                f"{type(model).__name__} counts positions by ALiBi, whose biases its code makes from a mask of whole "
+                "rows; an engine has rows of unequal length and its own masks. Use this model with capture_activations, hooks or "
+                "spec.register(model) and the model's own generate, or one with rotary or learned positions"
+            )
         self.vocab_size = int(self.config.vocab_size)
         self.context_limit, self.why_limited = context_limit(self.config)
         self._mask_types = _mask_types(self.config)

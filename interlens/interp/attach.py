@@ -149,16 +149,16 @@ def _attach_out(place: Place, visit, undo) -> None:
 
 
 class FirstLinear(TorchFunctionMode):
-    """Shows the result of the first linear map with this weight to `visit`, and goes on with what it returns."""
+    """Shows the result of the first linear map to `visit`, and goes on with what that returns."""
 
-    def __init__(self, weight: Any, visit):
+    def __init__(self, visit):
         super().__init__()
-        self.weight, self.visit = weight, visit
+        self.visit, self.first = visit, True
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func is torch.nn.functional.linear and self.weight is not None:
-            self.weight = None
+        if func is torch.nn.functional.linear and self.first:
+            self.first = False
             new = self.visit(result, None)
             return result if new is None else new
         return result
@@ -169,7 +169,7 @@ def _attach_linear(place: Place, visit, undo) -> None:
         return _attach_out(place, visit, undo)
 
     def around(forward, *args, **kwargs):
-        with FirstLinear(place.module.weight, visit):
+        with FirstLinear(visit):
             return forward(*args, **kwargs)
 
     _wrap_forward(place.module, around, undo)

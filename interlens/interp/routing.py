@@ -17,15 +17,14 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..errors import HookDidNotFire, UnknownSite
 from ..given import Given, real, wholes
 from .activation_cache import ActivationRecord, offload_to_cpu
-from .attach import FirstLinear
 from .locate import locator, resolve_layers
 from .packing import pack, run_forward
 from .registration import Registration, register
+from .routers import read_output, replay, score_function, why_unread
 from .select import Select
 from .sites import Locator, Place
 
@@ -65,9 +64,15 @@ class RoutingCapture(_Capture):
 
 
 def moe_layer_indices(model: nn.Module) -> tuple[int, ...]:
-    """Layers that have a router. ValueError names the class of a model without any."""
-    layers = locator(model).layers_with("router")
+    """Layers that have a router. ValueError names the class of a model without any, and why none can be read."""
+    at = locator(model)
+    layers = at.layers_with("router")
     if not layers:
+        reason = why_unread(at)
+        if reason is not None:
+            raise ValueError(
+                f"no router of {type(at.base).__name__} can be read: {reason}; it has: {', '.join(at.sites())}"
+            )
         raise ValueError(f"{type(model).__name__} is a dense model: none of its layers has a router")
     return layers
 
@@ -124,13 +129,7 @@ def capture_router_logits(
 
 def route(model: nn.Module, layer: int, logits: Float[Tensor, "token expert"]) -> tuple[Tensor, Tensor]:
     """(experts [S, K], weights [S, K]) that this layer's router picks when its linear map gives `logits`."""
-    place = _router(locator(model), layer)
-    parameter = next(place.module.parameters())
-    logits = logits.to(parameter.device)
-    hidden = torch.zeros(len(logits), parameter.shape[-1], dtype=parameter.dtype, device=parameter.device)
-    with torch.no_grad(), FirstLinear(place.module.weight, lambda value, source: logits.to(value.dtype)):
-        _, experts, weights = _read(type(place.module).forward(place.module, hidden))  # without hooks that are in force
-    return experts, weights
+    return replay(_router(locator(model), layer), logits)
 
 
 def routing_of(model: nn.Module, records: Iterable[ActivationRecord], top_k_only: bool = False) -> list[RoutingCapture]:
@@ -157,19 +156,9 @@ def _router(at: Locator, layer: int) -> Place:
 def _keep(layer: int, real: Tensor, kept: dict):
     def hook(module, args, output):
         mask = real.reshape(-1).to(output[0].device)
-        kept[layer] = tuple(part.reshape(len(mask), -1)[mask] for part in _read(output))
+        kept[layer] = tuple(part.reshape(len(mask), -1)[mask] for part in read_output(output))
 
     return hook
-
-
-def _read(output) -> tuple[Tensor, Tensor, Tensor]:
-    """(logits, experts, weights) from what a router returns, whatever the order of the last two."""
-    if isinstance(output, tuple) and len(output) >= 3:
-        experts = next((part for part in output[1:] if not part.is_floating_point()), None)
-        weights = next((part for part in output[1:] if part.is_floating_point()), None)
-        if experts is not None and weights is not None:
-            return output[0], experts, weights if weights.shape == experts.shape else weights.gather(-1, experts)
-    raise ValueError("this router does not return its logits, weights and experts, so its picks cannot be read")
 
 
 def _capture(at: Locator, layer: int, logits: Tensor | None, experts: Tensor, weights: Tensor) -> RoutingCapture:
@@ -179,28 +168,8 @@ def _capture(at: Locator, layer: int, logits: Tensor | None, experts: Tensor, we
         logits,
         experts.to(torch.int16),
         weights.to(torch.float16),
-        _score_function(_router(at, layer).module),
+        score_function(_router(at, layer)),
     )
-
-
-class _Names(TorchFunctionMode):
-    """Names of the torch functions that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.seen.add(getattr(func, "__name__", ""))
-        return func(*args, **(kwargs or {}))
-
-
-def _score_function(router: nn.Module) -> str:
-    parameter = next(router.parameters())
-    with torch.no_grad(), _Names() as names:
-        x = torch.zeros(1, parameter.shape[-1], dtype=parameter.dtype, device=parameter.device)
-        type(router).forward(router, x)
-    return "sigmoid" if "sigmoid" in names.seen else "softmax"
 
 
 @dataclass(frozen=True, eq=False, init=False)

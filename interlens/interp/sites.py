@@ -231,4 +231,5 @@ def _features(module: nn.Module, end: str) -> int:
         return int(inner.weight.shape[0 if end == "in" else 1])
     if hasattr(inner, "out_features"):
         return int(inner.in_features if end == "in" else inner.out_features)
-    return int(inner.weight.shape[1 if end == "in" else 0])
+    weight = inner.weight if hasattr(inner, "weight") else next(p for p in inner.parameters() if p.dim() == 2)
+    return int(weight.shape[1 if end == "in" else 0])
