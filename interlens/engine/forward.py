@@ -77,9 +77,9 @@ class Forward:
         self.config: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
         if uses_alibi(self.config):
             raise UnsupportedIntervention(
-                f"{type(model).__name__} counts positions by ALiBi, whose biases its code makes from a mask of whole "
-                "rows; an engine has rows of unequal length and its own masks. Use this model with capture_activations, hooks or "
-                "spec.register(model) and the model's own generate, or one with rotary or learned positions"
+                f"{type(model).__name__} counts positions by ALiBi, whose biases its code makes of whole rows' masks; "
+                "an engine has rows of unequal length and masks of its own. Use this model with capture_activations, or "
+                "with spec.register(model) and its own generate; or take one with rotary or learned positions"
             )
         self.vocab_size = int(self.config.vocab_size)
         self.context_limit, self.why_limited = context_limit(self.config)
