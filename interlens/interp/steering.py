@@ -30,7 +30,8 @@ class SteeringSpec:
 
     Modes, with d the direction and d^ its unit vector: `add` h + coef d; `ablate` removes coef times the component
     along d^ (other tools remove all of it: coef 1; see docs/departures.md); `norm_add` h + coef |h| d^; `replace` sets the
-    component along d^ to coef. Negative layers count from the end (with one direction for all layers). ValueError for a direction that is zero, not finite or of the wrong size.
+    component along d^ to coef. Negative layers count from the
+    end (with one direction for all layers). ValueError for a direction that is zero, not finite or of the wrong size.
     """
 
     direction: Direction
