@@ -21,7 +21,8 @@ from .participants.model import ModelParticipant, participants_of
 from .participants.options import check_names
 from .policies.communication import CommunicationPolicy
 from .policies.context import ContextPolicy
-from .policies.stopping import condition
+from .policies.hooks import Hook
+from .policies.stopping import Until, condition
 from .read_only import read_only
 from .rollout import RolloutReport, rollout
 from .saving import load, save
@@ -32,7 +33,7 @@ from .transcript import Transcript
 from .turns import fit, take
 from .views.template import today
 from .views.view import View
-from .work import TurnOptions, TurnRequest, Work
+from .work import Captures, Edits, TurnOptions, TurnRequest, Work
 
 UNSAVED = {"capturing", "conditions", "heard"}
 """Attributes of a conversation that belong to a block or a run that is going on."""
@@ -57,7 +58,7 @@ class Conversation(ConversationState):
         cls, models: Sequence[Any], names: Sequence[str] | None = None, *, transcript: Transcript | None = None,
         shared_context: Any = None, shared_system_prompt: Any = None, moderator_name: str = "moderator",
         context_policy: ContextPolicy | None = None, context_limit: int | None = None,
-        reasoning_visibility: str = "strip", message_hooks: Iterable[Any] = (),
+        reasoning_visibility: str = "strip", message_hooks: Iterable[Hook] = (),
         communication: CommunicationPolicy | None = None, seed: int = 0,
         system_prompts: Sequence[Any] | Mapping[str, Any] | None = None, **participant_options: Any,
     ) -> Conversation:  # fmt: skip
@@ -82,7 +83,7 @@ class Conversation(ConversationState):
         return take(self, self.participant(speaker), TurnOptions(**options), commit=commit, extra=extra)
 
     def step(
-        self, speaker: ParticipantRef, *, steering: Any = None, capture: Any = None, patch: Any = None,
+        self, speaker: ParticipantRef, *, steering: Edits = None, capture: Captures = None, patch: Edits = None,
         return_logprobs: bool = False, max_new_tokens: int | None = None,
     ) -> Message | None:  # fmt: skip
         """Commit one turn and return its message; None if a message hook denied it.
@@ -98,7 +99,7 @@ class Conversation(ConversationState):
     def run(
         self,
         turns: float | None = None,
-        until: Any = None,
+        until: Until = None,
         first: ParticipantRef | None = None,
         prompt: str | None = None,
     ) -> Transcript:
@@ -112,7 +113,7 @@ class Conversation(ConversationState):
     def play(
         self,
         turns: float | None = None,
-        until: Any = None,
+        until: Until = None,
         first: ParticipantRef | None = None,
         prompt: str | None = None,
     ) -> Generator[Work, Any, None]:
@@ -179,10 +180,10 @@ class Conversation(ConversationState):
     @contextmanager
     def capture(
         self,
-        sites: Any = ("residual",),
-        layers: Any = None,
-        offload: Any = "cpu",
-        participants: Any = None,
+        sites: str | Sequence[str] = ("residual",),
+        layers: int | Sequence[int] | None = None,
+        offload: str | None = "cpu",
+        participants: ParticipantRef | Sequence[ParticipantRef] | None = None,
         **spec: Any,
     ) -> Iterator[ActivationCache]:
         """An ActivationCache that records every step, run and sample inside the block. Blocks nest.
@@ -190,8 +191,8 @@ class Conversation(ConversationState):
         participants: names; None records all that can be captured and lists the others in `cache.skipped`.
         spec: `tokens`, `pool`, `source` of CaptureSpec.
         """
-        cache = ActivationCache(offload=offload)
         wanted = CaptureSpec(sites=sites, layers=layers, offload=offload, **spec)
+        cache = ActivationCache(offload=wanted.offload)
         block = self.add_capture(wanted, cache, participants)
         try:
             yield cache
@@ -203,7 +204,12 @@ class Conversation(ConversationState):
                 "parent's; open branch.capture(...) on the branch itself"
             )
 
-    def add_capture(self, spec: Any, cache: ActivationCache, participants: Any = None) -> Capturing:
+    def add_capture(
+        self,
+        spec: CaptureSpec,
+        cache: ActivationCache,
+        participants: ParticipantRef | Sequence[ParticipantRef] | None = None,
+    ) -> Capturing:
         """Record into `cache` from now on; `capture` is the block that also ends it.
 
         UnknownSite, UnsupportedIntervention where a participant cannot be captured there.
@@ -252,7 +258,7 @@ class Conversation(ConversationState):
 
     def rollout(
         self, n: int | None = None, *, data: Any = None, seed: int | None = None, turns: int | None = None,
-        until: Any = None, analyzer: Callable[[Conversation], dict] | None = None, capture: Any = None,
+        until: Until = None, analyzer: Callable[[Conversation], dict] | None = None, capture: Captures = None,
     ) -> RolloutReport[Conversation]:  # fmt: skip
         """Many conversations that go on from here, together. This one does not change.
 

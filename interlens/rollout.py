@@ -10,9 +10,10 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 from .capturing import Capturing, check_sites
 from .errors import UnsupportedIntervention
 from .interp.activation_cache import ActivationCache, CaptureSpec, as_tuple
+from .policies.stopping import Until
 from .scheduler import drive
 from .transcript import Transcript
-from .work import ReadableConversation, Steps
+from .work import Captures, ReadableConversation, Steps
 
 __all__ = ["RolloutReport", "RolloutResult", "rollout", "run"]
 
@@ -37,7 +38,7 @@ class RollableConversation(ReadableConversation, Protocol):
         """Fill message 0 if it is still missing; what filling it raises."""
         ...
 
-    def play(self, turns: int | None = None, until: Any = None) -> Steps:
+    def play(self, turns: int | None = None, until: Until = None) -> Steps:
         """Take turns until `turns` or a stop condition."""
         ...
 
@@ -97,8 +98,8 @@ class RolloutReport(Generic[C]):
 
 def rollout(
     conversation: C, n: int | None = None, *, data: Iterable[Mapping[str, Any]] | None = None,
-    seed: int | None = None, turns: int | None = None, until: Any = None,
-    analyzer: Callable[[C], dict] | None = None, capture: Any = None,
+    seed: int | None = None, turns: int | None = None, until: Until = None,
+    analyzer: Callable[[C], dict] | None = None, capture: Captures = None,
 ) -> RolloutReport[C]:  # fmt: skip
     """See `Conversation.rollout`."""
     if conversation.capturing:
@@ -130,8 +131,8 @@ def rollout(
 
 
 def run(
-    conversations: Sequence[C], *, turns: int | None = None, until: Any = None,
-    analyzer: Callable[[C], dict] | None = None, capture: Any = None, max_live: int | None = None,
+    conversations: Sequence[C], *, turns: int | None = None, until: Until = None,
+    analyzer: Callable[[C], dict] | None = None, capture: Captures = None, max_live: int | None = None,
 ) -> RolloutReport[C]:  # fmt: skip
     """Run several conversations together, each as `conversation.run(turns, until)` would. One that fails fails alone.
 
@@ -156,7 +157,7 @@ def run(
     return RolloutReport(results=results)
 
 
-def _begin_capture(conversation: RollableConversation, capture: Any) -> tuple[ActivationCache | None, list]:
+def _begin_capture(conversation: RollableConversation, capture: Captures) -> tuple[ActivationCache | None, list]:
     specs = as_tuple(capture)
     if not specs:
         return None, []
@@ -166,7 +167,7 @@ def _begin_capture(conversation: RollableConversation, capture: Any) -> tuple[Ac
     return cache, [conversation.add_capture(spec, cache) for spec in specs]
 
 
-def _analyzed(conversation: RollableConversation, turns: int | None, until: Any, analyzer: Any) -> Steps:
+def _analyzed(conversation: RollableConversation, turns: int | None, until: Until, analyzer: Any) -> Steps:
     yield from conversation.play(turns, until)
     if analyzer is None:
         return None

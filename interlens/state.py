@@ -11,7 +11,7 @@ from .message import Message
 from .participants.base import Participant
 from .policies.communication import CommunicationPolicy, RoundRobinPolicy
 from .policies.context import ContextPolicy, ErrorPolicy, check
-from .policies.hooks import copies
+from .policies.hooks import Hook, copies
 from .policies.stopping import StopCondition
 from .read_only import read_only
 from .seeing import Heard
@@ -32,7 +32,7 @@ class ConversationState:
         self, participants: Sequence[Participant], transcript: Transcript | None = None, shared_context: Any = None,
         shared_system_prompt: Any = None, moderator_name: str = "moderator",
         context_policy: ContextPolicy | None = None, context_limit: int | None = None,
-        reasoning_visibility: str = "strip", message_hooks: Iterable[Any] = (),
+        reasoning_visibility: str = "strip", message_hooks: Iterable[Hook] = (),
         communication: CommunicationPolicy | None = None, seed: int = 0,
     ):  # fmt: skip
         self.participants = list(participants)

@@ -12,7 +12,7 @@ from .interp.activation_cache import CaptureSpec, as_tuple
 from .message import Message
 from .participants.base import Participant
 from .policies.context import ContextPolicy, LimitedConversation, room_of
-from .policies.hooks import review
+from .policies.hooks import Hook, review
 from .policies.stopping import StopCondition, least
 from .read_only import read_only
 from .seeing import SeenConversation, build
@@ -27,7 +27,7 @@ class LiveConversation(SeenConversation, LimitedConversation, Protocol):
     context_policy: ContextPolicy
     conditions: list[StopCondition]
     capturing: list[Capturing]
-    message_hooks: list[Any]
+    message_hooks: list[Hook]
 
     def next_call(self, commit: bool) -> tuple[int, int | None]:
         """(call number, sample number or None) of a turn that begins; message 0 is filled by now."""

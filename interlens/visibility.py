@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class ReasoningVisibility(StrEnum):
-    """Plain strings do as well."""
+    """Who sees the reasoning in a reply. The plain strings will do as well."""
 
     STRIP = "strip"
     """Nobody: not even its author in later turns."""

@@ -11,16 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from .engine.request import Request
+from .interp.activation_cache import ActivationRecord, CaptureSpec
+from .interp.intervention import Intervention
+from .interp.patching import AlignedPatch
 from .message import Message
 from .transcript import Transcript
 from .views.view import View
 
-if TYPE_CHECKING:  # so that a turn's words can be had without torch
-    from .engine.request import Request
-    from .interp.activation_cache import ActivationRecord, CaptureSpec
-    from .interp.intervention import Intervention
+Edit = Intervention | AlignedPatch
+Edits = Edit | Sequence[Edit] | None
+"""What is done to a turn's hidden states: one thing, several, or None."""
+Captures = CaptureSpec | Sequence[CaptureSpec] | None
 
 
 @runtime_checkable
@@ -30,6 +34,33 @@ class Speaker(Protocol):
     name: str
     seed: int | None
     capturable: bool
+
+
+@runtime_checkable
+class Serving(Protocol):
+    """What answers requests: an `engine.Engine`, or what stands for one in a test."""
+
+    def submit(self, request: Request) -> Any:
+        """Queue a request; a ticket, whose `reply` is None until it is answered."""
+        ...
+
+    def step(self) -> bool:
+        """Go on with all requests. False when there is nothing to do."""
+        ...
+
+    def cancel(self, ticket: Any) -> None:
+        """Stop a request at the next step."""
+        ...
+
+
+@runtime_checkable
+class Served(Protocol):
+    """A participant with an engine."""
+
+    @property
+    def engine(self) -> Serving:
+        """The engine of its model, shared by everybody who uses that model."""
+        ...
 
 
 @runtime_checkable
@@ -90,8 +121,7 @@ class ReadableConversation(Protocol):
 class Generate:
     """Have the participant's engine (`participant.engine`) answer a request. The turn receives the Reply."""
 
-    participant: Any
-    """One that has an `engine`."""
+    participant: Served
     request: Request
 
 
@@ -112,10 +142,10 @@ Steps = Generator[Work, Any, Any]
 class TurnOptions:
     """What one turn may override. None: the participant's own."""
 
-    steering: Intervention | tuple[Intervention, ...] | None = None
+    steering: Edits = None
     """Replaces the participant's own; () means none."""
-    capture: CaptureSpec | tuple[CaptureSpec, ...] | None = None
-    patch: Intervention | tuple[Intervention, ...] | None = None
+    capture: Captures = None
+    patch: Edits = None
     return_logprobs: bool = False
     max_new_tokens: int | None = None
     forced: tuple[int, ...] | None = None
@@ -152,7 +182,7 @@ class TurnRequest:
     tokens_left: int | None = None
     """All generations of the turn together may have so many tokens; None: no limit but each generation's own."""
     fit: Callable[[TurnRequest, View], Steps] | None = None
-    """The context policy's word on a view that has grown since, by tool results; None: as it is."""
+    """Makes a view that tool results have made longer fit the context limit again; None: it is left as it is."""
 
     def after(self, spent: int, view: View) -> Steps:
         """(request, view) of the turn's next generation: `spent` tokens have been generated so far, `view` has grown."""

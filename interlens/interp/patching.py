@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..given import Given, whole, wholes
 from .activation_cache import ActivationRecord
+from .intervention import Intervention
 from .registration import Registration, register
 from .select import Layout, Select, TokenSequence
 from .sites import site_at
@@ -198,7 +199,7 @@ class AlignedPatch:
         return Patch(self.activations, self.layer, tuple(positions), self.site, self.rank)
 
 
-def bound(spec: Any, ids: Sequence[int], layout: Layout) -> Any:
+def bound(spec: Intervention | AlignedPatch, ids: Sequence[int], layout: Layout) -> Intervention:
     """An intervention as it stands for this prompt."""
     return spec.bound(ids, layout) if isinstance(spec, AlignedPatch) else spec
 

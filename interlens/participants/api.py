@@ -22,8 +22,8 @@ from ..message import Message
 from ..reasoning import split_text
 from ..templating import ContextItem
 from ..tools import ToolRegistry, as_tools, entry
-from ..views.view import ViewMessage
-from ..work import Ask, Steps
+from ..views.view import View, ViewMessage
+from ..work import Ask, Steps, TurnRequest
 from .base import Participant
 from .options import check_sampling
 from .providers import GO_ON, PROVIDERS, YOU_FIRST, Answer, Malformed, Query
@@ -130,7 +130,7 @@ class APIParticipant(Participant):
         self._line = _Line(None, self.max_in_flight)
 
     # -- a turn -----------------------------------------------------------------------------------------------------
-    def turn(self, view: Any, request: Any) -> Steps:
+    def turn(self, view: View, request: TurnRequest) -> Steps:
         """Ask the API, run the tools it calls, and ask again, at most `max_tool_iters` times."""
         registry, trail, spent, generated = ToolRegistry(view.tools), [], Usage(), 0
         for round_ in range(self.max_tool_iters + 1 if view.tools else 1):
@@ -156,7 +156,7 @@ class APIParticipant(Participant):
         """Whether `count_tokens` was given."""
         return self.counter is not None
 
-    def count_tokens(self, view: Any) -> int:
+    def count_tokens(self, view: View) -> int:
         """Prompt tokens of a view, as `count_tokens=` counts or estimates them."""
         messages, tools = _sent(view), [dict(t.schema) for t in view.tools]
         if isinstance(self.counter, Callable):
@@ -169,7 +169,7 @@ class APIParticipant(Participant):
             characters += len(message["content"]) + len(calls)
         return math.ceil(characters / self.counter) + MARKUP_TOKENS * len(messages)
 
-    def _query(self, view: Any, request: Any, round_: int) -> Query:
+    def _query(self, view: View, request: TurnRequest, round_: int) -> Query:
         limit = request.options.max_new_tokens
         digest = hashlib.blake2b(repr((request.key, round_)).encode(), digest_size=4).digest()
         return Query(
@@ -178,7 +178,7 @@ class APIParticipant(Participant):
             seed=int.from_bytes(digest, "big") >> 1, tools=[dict(t.schema) for t in view.tools],
         )  # fmt: skip
 
-    def _message(self, answer: Answer, query: Query, request: Any, trail: list, spent: Usage) -> Message:
+    def _message(self, answer: Answer, query: Query, request: TurnRequest, trail: list, spent: Usage) -> Message:
         thought, content = split_text(answer.content)
         reasoning = "\n\n".join(part for part in (answer.reasoning.strip(), thought) if part)
         sampling = {"temperature": query.temperature, "top_p": query.top_p, "max_new_tokens": query.max_tokens}
@@ -250,7 +250,7 @@ class APIParticipant(Participant):
                     setattr(usage, name, getattr(usage, name) + amount)
 
 
-def _sent(view: Any) -> list[dict[str, Any]]:
+def _sent(view: View) -> list[dict[str, Any]]:
     """The messages of a view as they are sent: somebody has to speak before a reply."""
     messages = view.chat()
     roles = {m["role"] for m in messages}

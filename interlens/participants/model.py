@@ -12,7 +12,7 @@ from typing import Any
 
 from ..calls import family_of
 from ..engine.forward import UNLIMITED, context_limit
-from ..engine.request import Request, Sampling
+from ..engine.request import Reply, Request, Sampling
 from ..errors import CannotLoad
 from ..interp.activation_cache import as_tuple
 from ..interp.locate import num_layers
@@ -25,9 +25,9 @@ from ..sources import kind
 from ..templating import ContextItem
 from ..tools import ToolRegistry, as_tools, entry
 from ..views.arrange import day_of
-from ..views.render import render
-from ..views.template import template_of
-from ..views.view import ViewMessage
+from ..views.render import Rendered, render
+from ..views.template import Template, template_of
+from ..views.view import View, ViewMessage
 from ..work import Ask, Generate, Steps, TurnOptions, TurnRequest
 from .base import Participant
 from .options import check_names, check_sampling
@@ -68,7 +68,7 @@ class ModelParticipant(Participant):
         self.max_tool_iters = max_tool_iters
         self.steering = steering
         self.adapter = adapter
-        self._rendered: Any = None  # the last view, so that the next one only goes through what is new
+        self._rendered: Rendered | None = None  # the last view, so that the next one only goes through what is new
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_rendered": None}
@@ -117,7 +117,7 @@ class ModelParticipant(Participant):
             return None
         return found if find_family(found) else None
 
-    def count_tokens(self, view: Any) -> int:
+    def count_tokens(self, view: View) -> int:
         """Prompt tokens of a view."""
         return self.render(view).tokens.length
 
@@ -143,7 +143,7 @@ class ModelParticipant(Participant):
         texts = self.thinking if isinstance(self.thinking, tuple) else None
         return self.template.reply_markers(self._thinking_flag, texts)
 
-    def render(self, view: Any, generate: bool = True):
+    def render(self, view: View, generate: bool = True) -> Rendered:
         """The view as this model is fed it (a `views.Rendered`)."""
         last, template, markers = self._rendered, self.template, self.markers()
         if last is not None and (last.template is not template or last.thinking != self._thinking_flag):
@@ -168,7 +168,7 @@ class ModelParticipant(Participant):
         return f"model {self.weights.source or '(an unnamed loaded model)'!r}{adapter}"
 
     # -- a turn -----------------------------------------------------------------------------------------------------
-    def turn(self, view: Any, request: TurnRequest) -> Steps:
+    def turn(self, view: View, request: TurnRequest) -> Steps:
         """Generate, run the tools that the reply calls, and generate again, at most `max_tool_iters` times."""
         if self.thinking is not False:
             check_known(self.name, self.template.source, self.markers())
@@ -188,7 +188,7 @@ class ModelParticipant(Participant):
             request, view = yield from request.after(spent, view.with_messages([*view, *made.as_view(results)]))
         return made.message(text, trail, "tool" if calls else made.reply.finish_reason)
 
-    def _generate(self, view: Any, request: TurnRequest, round_: int) -> Steps:
+    def _generate(self, view: View, request: TurnRequest, round_: int) -> Steps:
         rendered, options = self.render(view), request.options
         sampling = Sampling(
             temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, stop_ids=self.stop_ids(),
@@ -220,9 +220,9 @@ class Generation:
 
     participant: ModelParticipant
     request: TurnRequest
-    asked: Any
-    reply: Any
-    template: Any
+    asked: Request
+    reply: Reply
+    template: Template
     date: str = ""
     """The day that its prompt shows, where the template shows one."""
 

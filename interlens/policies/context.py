@@ -6,9 +6,10 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from ..errors import ContextOverflow
+from ..participants.base import Participant
 from ..read_only import read_only
 from ..views.view import View, ViewMessage
 from ..work import ReadableConversation, Steps, TurnOptions, TurnRequest
@@ -25,7 +26,7 @@ class Room:
     """Tokens of prompt and reply together; None: nothing is known to limit them, and nothing is counted."""
     budget: int
     """Tokens of the reply."""
-    participant: Any
+    participant: Participant
     request: TurnRequest
     conversation: LimitedConversation
 
@@ -49,7 +50,7 @@ class LimitedConversation(ReadableConversation, Protocol):
     context_policy: ContextPolicy
 
 
-def room_of(conversation: LimitedConversation, participant: Any, request: TurnRequest) -> Room | None:
+def room_of(conversation: LimitedConversation, participant: Participant, request: TurnRequest) -> Room | None:
     """The room of a participant's next prompt. None: it has no prompt of its own (a script, a person)."""
     if not participant.has_prompt:
         return None
@@ -62,12 +63,12 @@ def room_of(conversation: LimitedConversation, participant: Any, request: TurnRe
     )  # fmt: skip
 
 
-def _limit(conversation: LimitedConversation, participant: Any) -> int | None:
+def _limit(conversation: LimitedConversation, participant: Participant) -> int | None:
     limits = (conversation.context_limit, participant.context_limit)
     return min((n for n in limits if n is not None), default=None)
 
 
-def check(conversation: LimitedConversation, participant: Any) -> None:
+def check(conversation: LimitedConversation, participant: Participant) -> None:
     """Raise ValueError where the conversation's context policy could not do what it is for."""
     if not participant.has_prompt or participant.can_count():
         return
@@ -162,7 +163,7 @@ class SummarizePolicy(ContextPolicy):
     """
 
     keep_last: int = 4
-    summarizer: Any = None
+    summarizer: Participant | str | None = None
     prompt: str = "Summarise the conversation above in a few sentences, so that it can go on from your summary alone."
     _written: dict[str, tuple[int, str, str]] = field(default_factory=dict, repr=False)
     """Reader -> (last transcript index that its summary covers, summary, digest of what it covers)."""

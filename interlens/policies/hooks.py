@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ..message import Message
 from ..work import ReadableConversation
@@ -49,7 +50,20 @@ class MessageHook:
         raise NotImplementedError
 
 
-def copies(hooks: list[Any]) -> list[Any]:
+@runtime_checkable
+class Reviewing(Protocol):
+    """What a hook must have; a `MessageHook`, or a class of one's own that inherits nothing."""
+
+    def review(self, message: Message, conversation: Any) -> Verdict:
+        """What to do with the message."""
+        ...
+
+
+Hook = Reviewing | Callable[[Message, Any], Verdict]
+"""A hook, or a function (message, conversation) that does the same."""
+
+
+def copies(hooks: list[Hook]) -> list[Hook]:
     """The hooks of a branch."""
     made = []
     for hook in hooks:
@@ -63,16 +77,15 @@ def copies(hooks: list[Any]) -> list[Any]:
     return made
 
 
-def review(hooks: list[Any], message: Message, conversation: ReadableConversation) -> Message | None:
+def review(hooks: list[Hook], message: Message, conversation: ReadableConversation) -> Message | None:
     """The message that remains after all hooks, or None. A callable (message, conversation) is a hook too."""
     for hook in hooks:
-        verdict = (hook.review if hasattr(hook, "review") else hook)(message.copy(), conversation)
+        verdict = (hook.review if isinstance(hook, Reviewing) else hook)(message.copy(), conversation)
         if not isinstance(verdict, Verdict):
             raise TypeError(f"{hook!r} must return approve(), deny() or edit(message), not {verdict!r}")
         if verdict.kind == "deny":
             return None
-        if verdict.kind == "edit":
-            changed = verdict.message
+        if (changed := verdict.message) is not None:
             kept = changed.content == message.content and changed.author == message.author
             message = message.copy(metadata=changed.copy().metadata) if kept else changed.copy()
     return message

@@ -23,6 +23,10 @@ class StopCondition:
         return None
 
 
+Until = StopCondition | Callable[[Any], Any] | Sequence[Any] | None
+"""When a run ends: a condition, a callable of the conversation, a sequence of these, or None."""
+
+
 @dataclass
 class TurnStopCondition(StopCondition):
     """After this many committed turns."""
@@ -141,7 +145,7 @@ def least(limits) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def condition(until: Any) -> StopCondition | None:
+def condition(until: Until) -> StopCondition | None:
     """`until` of a run as one condition: a condition, a sequence of them, a callable of the conversation, or None."""
     if until is None or isinstance(until, StopCondition):
         return until

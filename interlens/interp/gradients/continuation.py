@@ -47,16 +47,14 @@ def continuation_logprob(
     if reduction != "none" and not bool(counted.any()):
         raise ValueError("target_mask counts no token")
     packing = Packing.of(mask)
-    real = mask.sum(1).max()
-    inputs: dict[str, Any]
-    if prefix_embeds is None:
-        inputs = {"input_ids": packing.pack(torch.cat([prefix, targets], 1))[:, :real]}
-    else:
+    real = int(mask.sum(1).max())
+    kind, rest = "input_ids", targets
+    if prefix_embeds is not None:
         whole: Any = model
-        embedded = whole.get_input_embeddings()(targets)
-        inputs = {"inputs_embeds": packing.pack(torch.cat([prefix, embedded.to(prefix.dtype)], 1))[:, :real]}
+        kind, rest = "inputs_embeds", whole.get_input_embeddings()(targets).to(prefix.dtype)
+    inputs: dict[str, Any] = {kind: packing.pack(torch.cat([prefix, rest], 1))[:, :real]}
     logits = forward_with_grad(model, checkpoint=checkpoint, **inputs).logits
-    source = (packing.place[:, before:] - 1).clamp(max=int(real) - 1)  # the packed column before each target
+    source = (packing.place[:, before:] - 1).clamp(max=real - 1)  # the packed column before each target
     chosen = logits[torch.arange(rows, device=logits.device)[:, None], source.to(logits.device)]
     log_p = torch.log_softmax(chosen.to(torch.promote_types(chosen.dtype, torch.float32)), dim=-1)
     values = log_p.gather(-1, targets.to(log_p.device)[..., None])[..., 0]
