@@ -129,7 +129,8 @@ class Generate:
 class Ask:
     """Have `call` run in a thread. The turn receives its result."""
 
-    participant: Speaker
+    participant: Speaker | None
+    """Who is asked, as far as it is anybody."""
     call: Callable[[], Any]
 
 

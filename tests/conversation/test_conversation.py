@@ -38,6 +38,7 @@ from interlens.policies import (
 from interlens.scheduler import finish
 from tests.support.scripted import speaker
 from tests.support.tokenizers import family
+from tests.support.unchecked import unchecked
 
 
 def pair(**options):
@@ -463,7 +464,7 @@ def test_transcripts_are_lists():
 def test_a_message_is_text_that_can_be_encoded():
     for wrong in (None, 5, b"x"):
         for make in (lambda wrong: Message("a", wrong), lambda wrong: Message("a", "").copy(content=wrong)):
-            with pytest.raises(TypeError, match="content is a string"):
+            with unchecked(), pytest.raises(TypeError, match="content is a string"):
                 make(wrong)
     conversation = pair(shared_context="half \ud83d", shared_system_prompt="\udfff")
     conversation.transcript.append("bob", "\ud800")

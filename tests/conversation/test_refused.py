@@ -7,6 +7,7 @@ from interlens.errors import UnknownSite
 from interlens.loading import unload
 from tests.support import tokenizers
 from tests.support.tiny import tiny
+from tests.support.unchecked import unchecked
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,6 @@ def test_impossible_turns_rows_and_models_are_refused(folder):
         (lambda: conversation.rollout(data=[{"x": 1}, 2], turns=1), TypeError, "row 1 of data is no mapping"),
         (lambda: Conversation.from_models((3,)), TypeError, "a model is a name, a folder"),
     ):
-        with pytest.raises(kind, match=said):
+        with unchecked(), pytest.raises(kind, match=said):
             ask()
     assert list(conversation.transcript) == before
