@@ -60,8 +60,6 @@ test: lint
 
 soak: $(SETUP)
 	@SOAK_S=$${SOAK_S:-60} $(PY) -m pytest -m soak
-	@$(PY) -m pytest -q -m "not slow and not soak" tests/conversation tests/engine tests/sweeps/replica \
-	  --jaxtyping-packages="interlens,beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 
 bench: $(SETUP)
 	@$(PY) benchmarks/first.py

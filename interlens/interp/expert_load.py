@@ -10,10 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..given import whole
+from ..given import Given, whole
 from .routing import RoutingCapture
 
-Loads = Float[Tensor, "layer expert"] | Float[np.ndarray, "layer expert"]
+Loads = Float[Tensor, "..."] | Float[np.ndarray, "..."]
+"""One or more distributions, [E] or [..., E]."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class RoutingStats:
 
 
 def routing_stats(
-    captures: Sequence[RoutingCapture], n_experts: int, spans: Sequence[tuple[int, int]] | None = None
+    captures: Sequence[RoutingCapture], n_experts: Given, spans: Sequence[tuple[int, int]] | None = None
 ) -> RoutingStats:
     """Load and mass of captures (one per layer, all of the same tokens) over the union of `spans` (python slices).
 
@@ -80,7 +81,7 @@ def routing_stats(
     return RoutingStats(torch.stack(loads), mass, layers, tokens, captures[0].topk_experts.shape[1])
 
 
-def _num_experts(captures: Sequence[RoutingCapture], n_experts: int) -> int:
+def _num_experts(captures: Sequence[RoutingCapture], n_experts: Given) -> int:
     """`n_experts` as an int. ValueError where the captures show another number."""
     n_experts = whole(n_experts, "n_experts")
     widths = {c.router_logits.shape[-1] for c in captures if c.router_logits is not None}
@@ -126,7 +127,7 @@ def _distributions(p, q) -> tuple[Tensor, Tensor]:
     return p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
 
 
-def kl_divergence(p: Loads, q: Loads, eps: float = 1e-8) -> Float[Tensor, " layer"]:
+def kl_divergence(p: Loads, q: Loads, eps: float = 1e-8) -> Float[Tensor, "*layer"]:
     """KL(p || q) per layer [L], in nats; p and q broadcast ([E] serves all layers).
 
     `eps` is added inside both logarithms, so that it is finite.
@@ -135,14 +136,14 @@ def kl_divergence(p: Loads, q: Loads, eps: float = 1e-8) -> Float[Tensor, " laye
     return (p * ((p + eps).log() - (q + eps).log())).sum(-1)
 
 
-def js_divergence(p: Loads, q: Loads) -> Float[Tensor, " layer"]:
+def js_divergence(p: Loads, q: Loads) -> Float[Tensor, "*layer"]:
     """Jensen-Shannon divergence per layer [L], in nats: symmetric, 0 for equal, ln 2 for disjoint distributions."""
     p, q = _distributions(p, q)
     middle = (p + q) / 2
     return sum(torch.special.xlogy(x, x / middle.clamp_min(1e-300)).sum(-1) for x in (p, q)) / 2
 
 
-def topk_expert_overlap(p: Loads, q: Loads, k: int = 8) -> Float[Tensor, " layer"]:
+def topk_expert_overlap(p: Loads, q: Loads, k: Given = 8) -> Float[Tensor, "*layer"]:
     """Share of the k most used experts that p and q have in common, per layer [L]; k is at most E."""
     p, q = _distributions(p, q)
     k = min(whole(k, "k"), p.shape[-1])

@@ -45,7 +45,7 @@ class SteeringSpec:
     per_position = False
 
     def __init__(
-        self, direction: Direction, layers: Given, coef: Given = 1.0, mode: str = "add", site: str = "residual",
+        self, direction: Given, layers: Given, coef: Given = 1.0, mode: str = "add", site: str = "residual",
         tokens: Select | str | Any = _ALL,
     ):  # fmt: skip
         if mode not in MODES:
