@@ -24,6 +24,7 @@ def not_finite(forward: Forward, row: Row) -> NonFinite:
         floors=[0],
         adapters=[row.request.adapter],
         all_logits=row.needs_all_logits,
+        least=forward.least_queries,
     )
     row_alone = row.alone()
     edits, _ = taps.build([row_alone], batch, taps.Tables())

@@ -42,12 +42,14 @@ class Engine:
 
     rows: most sequences alive at once (default 32 on a CPU, 128 on a GPU). chunk: longest piece of a prefill, in
     tokens. budget: KV columns (one position of one row, all layers) that slabs and parked prefixes may take; None:
-    from the memory that is free. reuse: park KV and share prefixes.
+    from the memory that is free. reuse: park KV and share prefixes. exact: attention of the engine's own, which gives a
+    row the same bits in any batch (bfloat16 on CPUs; docs/engine.md says where that was seen to hold).
     """
 
     def __init__(
-        self, model, *, rows: int | None = None, chunk: int = 512, budget: int | None = None, reuse: bool = True
-    ):
+        self, model, *, rows: int | None = None, chunk: int = 512, budget: int | None = None, reuse: bool = True,
+        exact: bool = False,
+    ):  # fmt: skip
         for name, value in (("rows", rows), ("chunk", chunk), ("budget", budget)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -60,6 +62,8 @@ class Engine:
         self.memory = Memory()
         self.slabs = Slabs()
         self._forward = Forward(model)
+        if exact:
+            self._forward.keep_rows_apart()
         if not self._forward.forkable:
             self.rows, self.chunk, reuse = 1, 1 << 30, False
             self.reports.append(
@@ -231,7 +235,7 @@ class Engine:
             batch = Batch(
                 first=rows[0].index, ids=[row.sequence.ids for row in rows], starts=starts, stops=stops,
                 floors=[row.written for row in rows], adapters=[row.request.adapter for row in rows],
-                all_logits=any(row.needs_all_logits for row in rows),
+                all_logits=any(row.needs_all_logits for row in rows), least=self._forward.least_queries,
             )  # fmt: skip
             functions, lanes = taps.build(rows, batch, self._edit_tables)
             try:
@@ -262,7 +266,8 @@ class Engine:
         return logits[:, -1]
 
     def _account(self, rows: list[Row], batch: Batch) -> None:
-        decoding = batch.num_queries == 1 and all(row in self._table.live for row in rows[:1])
+        longest = max(stop - start for start, stop in zip(batch.starts, batch.stops, strict=True))
+        decoding = longest == 1 and all(row in self._table.live for row in rows[:1])
         for row, start, stop in zip(rows, batch.starts, batch.stops, strict=True):
             row.note_fed(start, stop, decoding)
             self.counters["pad_tokens"] += batch.num_queries - (stop - start)

@@ -24,6 +24,7 @@ from ..adapters import attached, per_row
 from ..errors import UnsupportedIntervention
 from ..interp.attach import registered
 from ..interp.sites import find_family
+from .attention import COLUMNS, rows_apart
 from .slabs import Slabs, Window
 
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
@@ -55,11 +56,14 @@ class Batch:
     """Columns below these hold KV already and are not written (recomputed for records only)."""
     adapters: Sequence[str | None] = ()
     all_logits: bool = False
+    least: int = 1
+    """A single row gets at least this many queries."""
 
     @property
     def num_queries(self) -> int:
         """Width T of the padded query matrix."""
-        return max(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
+        longest = max(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
+        return longest if len(self.ids) > 1 else max(longest, self.least)
 
     def flat(self, b: int, positions: np.ndarray) -> np.ndarray:
         """Index of absolute positions of row b in the flattened `[B * T]` token axis."""
@@ -94,6 +98,19 @@ class Forward:
         self._keeps_logits = "logits_to_keep" in parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._takes_cache = self._cache_name in parameters or "input_ids" not in parameters
+        self.least_queries = 1
+        self.rows_apart = False
+        """Attention is `attention.attend`, widths are multiples of 16 and no forward feeds a single token."""
+        self._can_replace_attention = bool(getattr(causal, "_supports_attention_backend", False)) and self.forkable
+
+    def keep_rows_apart(self) -> None:
+        """From here on attention is ours. ValueError where nothing is known about the bits of a row."""
+        if self.device.type != "cpu" or self.dtype != torch.bfloat16 or not self._can_replace_attention:
+            raise ValueError(
+                f"exact rows were asked of {type(self.model).__name__} in {self.dtype} on {self.device.type}; possible: "
+                "bfloat16 on a CPU, for families that use transformers' attention interface. Leave out exact=True"
+            )
+        self.rows_apart, self.least_queries = True, 2
 
     def free_columns(self) -> int:
         """How many KV columns half of the free memory holds; without attention heads no column takes any."""
@@ -191,10 +208,11 @@ class Forward:
             return self._alone(batch)
         inputs, window = self._inputs(batch)
         if self._keeps_logits and not batch.all_logits:
-            inputs["logits_to_keep"] = 1
+            inputs["logits_to_keep"] = self.least_queries if len(batch.ids) == 1 else 1
         slabs.window = window
         try:
-            with torch.no_grad(), per_row(self.model, batch.adapters):
+            own = [self.config] if self.rows_apart else []
+            with torch.no_grad(), per_row(self.model, batch.adapters), rows_apart(own):
                 output = self.model(**inputs, **{self._cache_name: slabs}, use_cache=True, return_dict=True)
         finally:
             slabs.window = None
@@ -229,7 +247,7 @@ class Forward:
         window = Window(
             first=batch.first,
             num_rows=num_rows,
-            width=max(batch.stops),
+            width=-(-max(batch.stops) // COLUMNS) * COLUMNS if self.rows_apart else max(batch.stops),
             row=torch.from_numpy(row).to(device),
             query=torch.from_numpy(query).to(device),
             column=torch.from_numpy(positions[row, query]).to(device),

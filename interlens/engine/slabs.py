@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from .attention import COLUMNS
+
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
@@ -74,7 +76,7 @@ class Slabs(Cache):
 
     def _slab(self, slabs: dict[int, Tensor], states: Tensor, layer: int) -> Tensor:
         if layer not in slabs:
-            shape = (self.num_rows, states.shape[1], self.num_columns, states.shape[3])
+            shape = (self.num_rows, states.shape[1], _whole(self.num_columns), states.shape[3])
             slabs[layer] = torch.zeros(shape, dtype=states.dtype, device=states.device)
         return slabs[layer]
 
@@ -130,8 +132,13 @@ class Slabs(Cache):
         return False
 
 
+def _whole(num_columns: int) -> int:
+    """Columns that are allocated: a forward may read up to the next multiple of `COLUMNS`, all of it masked."""
+    return -(-num_columns // COLUMNS) * COLUMNS
+
+
 def _resized(slab: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    resized = slab.new_zeros((num_rows, slab.shape[1], num_columns, slab.shape[3]))
+    resized = slab.new_zeros((num_rows, slab.shape[1], _whole(num_columns), slab.shape[3]))
     rows, columns = min(num_rows, slab.shape[0]), min(num_columns, slab.shape[2])
     resized[:rows, :, :columns] = slab[:rows, :, :columns]
     return resized

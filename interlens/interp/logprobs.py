@@ -17,7 +17,13 @@ def entropy(log_p: Float[Tensor, "*batch vocab"]) -> Float[Tensor, "*batch"]:
 def logprob_rows(
     logits: Float[Tensor, "row vocab"], ids: Int[Tensor, " row"]
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"]]:
-    """(log-probability of `ids`, entropy) per row, computed in at least float32."""
+    """(log-probability of `ids`, entropy) per row, computed in at least float32.
+
+    A single row gets a second one beside it: alone, its sums would be split between threads, to other last bits.
+    """
+    if len(logits) == 1:
+        logprobs, entropies = logprob_rows(logits.expand(2, -1), ids.expand(2))
+        return logprobs[:1], entropies[:1]
     log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
     return log_p.gather(-1, ids[:, None])[:, 0], entropy(log_p)
 
