@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from typing import Any
 
 from interlens.errors import InterlensError
@@ -50,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)
         return COMPLETE if arguments else ERROR
+    if arguments[0] == "--version":
+        print(f"sweeps {metadata.version('interlens-sweeps')}")
+        return COMPLETE
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where a user's own analyzers and aggregates are; `python -m` has it already
     name, rest = arguments[0], arguments[1:]
@@ -103,10 +107,14 @@ def _plan(arguments: list[str]) -> int:
     from .compose import load
     from .errors import ConfigError
 
-    parser = _Parser("sweeps plan", add_help=False, allow_abbrev=False)
-    parser.add_argument("--measure", action="store_true")
-    parser.add_argument("--config-dir", "-cd")
-    options, overrides = parser.parse_known_args(arguments)
+    usage = "sweeps plan [--measure] [--config-dir DIR] [key=value ...]"
+    parser = _Parser("sweeps plan", usage=usage, allow_abbrev=False, description="How large a sweep would be.")
+    parser.add_argument("--measure", action="store_true", help="run one unit, and say how long the whole would take")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="find experiments of your own in DIR/experiment")
+    try:
+        options, overrides = parser.parse_known_args(arguments)
+    except SystemExit:  # --help
+        raise _Done from None
     if options.config_dir is not None:
         if not os.path.isdir(options.config_dir):
             raise ConfigError(f"no folder {options.config_dir!r} for --config-dir")

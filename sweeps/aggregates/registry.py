@@ -85,9 +85,8 @@ def _check_options(made: Any, which: str, options: Mapping[str, Any]) -> None:
         for option in options:
             if option not in known:
                 close = difflib.get_close_matches(option, known, 1)
-                raise ValueError(
-                    f"{which} has no option {option!r}; {f'did you mean {close[0]!r}? ' * bool(close)}{listed}"
-                )
+                nearest = f"did you mean {close[0]!r}? " if close else ""
+                raise ValueError(f"{which} has no option {option!r}; {nearest}{listed}")
     for option, p in known.items():
         if p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and option not in options:
             shown = """, as in contrast: "framing == 'warm' vs framing == 'cold'\"""" * (option == "contrast")

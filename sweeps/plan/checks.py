@@ -15,6 +15,7 @@ from interlens.errors import InterlensError
 from ..config.digest import canonical
 from ..config.limits import check_choices, check_scenario
 from ..config.schema import AxisConfig, ScenarioConfig, SweepConfig
+from ..config.turns import Part, acts, captures_turn, speakers
 from ..errors import ConfigError
 from . import inputs, items, model_sites, model_sizes, patches, replay
 from .judges import check, columns_check
@@ -35,6 +36,7 @@ def checked(config: SweepConfig) -> SweepConfig:
     for i, c in enumerate(config.capture):
         if not isinstance(c.turns, str) and max(c.turns) >= most:
             raise ConfigError(f"capture[{i}].turns: no turn {max(c.turns)}; scenario.branch has {most}, counted from 0")
+    _check_reach((config, *under))
     for point in (config, *under):
         for name, judge in point.scenario.judges.items():
             check(point, name, judge)
@@ -65,6 +67,25 @@ def require_models(config: SweepConfig) -> None:
                 preview.require(entry.source, revision=entry.revision, adapter=adapter)
             except InterlensError as error:
                 raise ConfigError(f"scenario.{where}: {error}") from None
+
+
+def _check_reach(points: Sequence[SweepConfig]) -> None:
+    """ConfigError for an edit or a capture that acts in no turn of anybody it names, under any value of any axis."""
+    if points[0].scenario.replay:
+        return
+    parts: tuple[Part, ...] = ("trunk", "branch")
+    said = {(part, turn, who) for p in points for part in parts for turn, who in enumerate(speakers(p, part))}
+    spoken = sorted(said)
+    for kind, verb in (("intervention", acts), ("capture", captures_turn)):
+        for i in range(len(getattr(points[0], kind))):
+            entries = [getattr(p, kind)[i] for p in points if i < len(getattr(p, kind))]
+            if any(who in e.participants and verb(e, part, turn) for e in entries for part, turn, who in spoken):
+                continue
+            turns = ", ".join(f"{part} {turn}: {who}" for part, turn, who in spoken) or "none"
+            raise ConfigError(
+                f"{kind}[{i}] can never act: {', '.join(entries[0].participants)} has no turn that turns="
+                f"{entries[0].turns} names; who speaks when: {turns}"
+            )
 
 
 def _check_axis(axis: AxisConfig) -> None:

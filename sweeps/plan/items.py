@@ -125,6 +125,10 @@ def plain(value: Any, where: str) -> Any:
         return [plain(item, where) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{where} is {value}; items hold no NaN or infinity")
+    if isinstance(value, str) and (broken := re.search("[\ud800-\udfff]", value)):
+        raise ConfigError(
+            f"{where} holds {broken[0]!a}, half of a character, which no file can keep; write the whole one"
+        )
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     raise ConfigError(f"{where} is a {type(value).__name__}; items hold texts, numbers, lists and mappings")
@@ -141,6 +145,11 @@ def fill(text: str | None, row: Mapping[str, Any], where: str) -> str | None:
             return match[0][0]
         if match[1] is None or match[1] not in row:
             raise ConfigError(f"{where}: no column {match[0]} in item {row.get('id')!r}; it has: {', '.join(row)}")
+        if row[match[1]] is None:
+            raise ConfigError(
+                f"{where}: {match[0]} is null in item {row.get('id')!r}; give it a value, an empty text for nothing, "
+                "or leave the item out"
+            )
         return str(row[match[1]])
 
     return None if text is None else re.sub(r"\{\{|\}\}|\{([^{}]*)\}|[{}]", value, text)
