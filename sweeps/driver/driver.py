@@ -33,8 +33,10 @@ from ..report.findings import sentences
 from .executors import pool
 from .executors.address import wait_for
 from .executors.base import Event
-from .ledger import Closed, Ledger, LedgerError, Needs, Verdict, split
-from .progress import Progress, Snapshot
+from .ledger import Ledger, Verdict
+from .measures import Measures
+from .parts import Closed, LedgerError, Needs, split
+from .progress import Progress
 from .stops import Stop, command, signals
 from .supervisor import Crew, last_line
 from .units import Units
@@ -57,16 +59,9 @@ class Driver:
         self.plan = PlanFile(root)
         self.units = Units(self.plan.unit, lambda name: read_commit(root, name), locate=self.plan.locate)
         self.ledger = Ledger(self.units.needs)
-        self.snapshot = Snapshot()
+        self.measures = Measures(config)
         self._signal: str | None = None
-        self._started = time.monotonic()
-        self._tokens: dict[str, int] = {}
-        self._committed_tokens = 0
-        """In units that were closed since this driver started: counters come once a second, the last ones too late."""
-        self._costs: dict[str, float] = {}
-        """Dollars by replica; "" are commits of earlier drivers."""
-        self._held_before = self._failed_before = 0
-        self._last_rate = (self._started, 0)
+        self._failed_before = 0
         self._counted = 0.0
         self._space: str | None = None
         self._folder_errors = 0
@@ -83,8 +78,8 @@ class Driver:
             self.plan.reopen(again)
             reach("driver.reopened")
             self.ledger.reopen(again)
-            self.progress.say(f"trying the failed cells of {len(again)} units again")
-        self._held_before, self._failed_before = self.ledger.num_held, self.ledger.num_failed
+            self.progress.log(f"trying the failed cells of {len(again)} units again")
+        self.measures.held_before, self._failed_before = self.ledger.num_held, self.ledger.num_failed
         fresh = not self.ledger.complete
         if fresh:
             self._check_versions()
@@ -121,7 +116,7 @@ class Driver:
                     crew.tend(self.ledger.open_by_cast())
                     self._dispatch(crew)
                     for event in executor.events(0.5):
-                        self._hear(event, crew)
+                        self._on_event(event, crew)
                     self._look_around(crew)
                     self._check_stops(crew)
             except Stop as stop:
@@ -140,8 +135,7 @@ class Driver:
         for part, units in self.plan.retries():
             self.ledger.reopen(units, part)
         for commit in list_commits(self.root):
-            self.snapshot.bytes += _bytes(commit)
-            self._costs[""] = self._costs.get("", 0.0) + commit.counters.get("cost", 0.0)
+            self.measures.found(commit)
             if commit.cells and "." in commit.unit:
                 shared.setdefault(self.ledger.root_of(commit.unit), ())
             self._close(commit)
@@ -184,8 +178,8 @@ class Driver:
 
     # ---- what happened
 
-    def _hear(self, event: Event, crew: Crew) -> None:
-        crew.heard(event)
+    def _on_event(self, event: Event, crew: Crew) -> None:
+        crew.on_event(event)
         if event.kind == "ready":
             about.record_models(self.root, event.ack.get("models", {}))
             self.progress.event("ready", replica=event.replica, load_s=event.ack.get("load_s"))
@@ -195,7 +189,7 @@ class Driver:
             self._acked(event, crew)
         elif event.kind == "lost":
             self.progress.event("lost", replica=event.replica, error=event.error, counts=event.counts)
-            self.progress.say(f"replica {event.replica} is lost: {last_line(event.error)}")
+            self.progress.log(f"replica {event.replica} is lost: {last_line(event.error)}")
             self._lost(event.replica, event.error, counts=event.counts, crew=crew)
 
     def _acked(self, event: Event, crew: Crew) -> None:
@@ -210,17 +204,16 @@ class Driver:
                 self._folder_failed(name, ack["error"])
                 return
             self.progress.event("failed", unit=name, error=ack["error"])
-            self._carry_out({name: self.ledger.strike(name)}, ack["error"], ack.get("traceback", ""))
+            self._carry_out({name: self.ledger.count_failure(name)}, ack["error"], ack.get("traceback", ""))
         elif commit := read_commit(self.root, name):
             if self.ledger.is_open(name):
-                self.snapshot.bytes += _bytes(commit)
-                self._committed_tokens += commit.counters.get("tokens", 0)
+                self.measures.committed(commit)
             self._close(commit)
             crew.progress_made()
             self._folder_errors = 0
             if commit.failed:
                 self.progress.event("failed", unit=name, cells=len(commit.failed), error=ack.get("first_error", ""))
-                self.progress.say(f"{len(commit.failed)} cells of {name} failed: {ack.get('first_error', '')}")
+                self.progress.log(f"{len(commit.failed)} cells of {name} failed: {ack.get('first_error', '')}")
         else:
             self.ledger.give_back(name)
 
@@ -230,7 +223,7 @@ class Driver:
         self._folder_errors += 1
         self._not_before = time.monotonic() + min(2.0 ** (self._folder_errors - 3), 30.0)
         self.progress.event("failed", unit=name, error=error)
-        self.progress.say(f"{name} could not use the run folder: {error}")
+        self.progress.log(f"{name} could not use the run folder: {error}")
         if self._folder_errors >= MAX_FOLDER_ERRORS:
             raise Stop(1, f"the run folder failed {self._folder_errors} times without a commit between; last: {error}")
 
@@ -242,7 +235,7 @@ class Driver:
         if standing or "split" in verdicts.values() or "fail" in verdicts.values():
             crew.progress_made()
         self._carry_out(verdicts, f"the replica died: {last_line(error)}", error)
-        self._settle_doomed()
+        self._fail_orphans()
 
     def _carry_out(self, verdicts: Mapping[str, Verdict], error: str, details: str) -> None:
         """Write the commits that close units which killed their replicas: divided in two, or failed."""
@@ -274,12 +267,12 @@ class Driver:
             writer.fail_cell(cell, error, details, tries)
         writer.commit()
         self.progress.event("failed", unit=name, cells=len(unit.cells), error=error)
-        self.progress.say(f"{name} failed after {tries} tries ({len(unit.cells)} cells): {error}")
+        self.progress.log(f"{name} failed after {tries} tries ({len(unit.cells)} cells): {error}")
         self._close_standing(name)
 
-    def _settle_doomed(self) -> None:
-        while doomed := self.ledger.doomed():
-            for name, trunk, failer in doomed:
+    def _fail_orphans(self) -> None:
+        while orphans := self.ledger.orphans():
+            for name, trunk, failer in orphans:
                 self._fail(name, f"trunk {trunk} failed in unit {failer}", "", trunks=())
 
     def _close_standing(self, name: str) -> None:
@@ -290,7 +283,7 @@ class Driver:
 
     def _close(self, commit: Commit) -> None:
         self.ledger.close(self._as_closed(commit))
-        self._settle_doomed()
+        self._fail_orphans()
 
     def _as_closed(self, commit: Commit) -> Closed:
         expected = self.ledger.expects(commit.unit)
@@ -303,54 +296,23 @@ class Driver:
         if now - self._counted >= 1.0:
             self._counted = now
             counters = crew.executor.counters()
-            for replica, values in counters.items():
-                self._tokens[replica] = values.get("tokens", 0)
-                self._costs[replica] = values.get("cost", 0.0)
+            self.measures.count(counters)
             for member in crew.watch(counters):
                 self._stalled(member.name, crew)
-            self._measure(now, crew, counters)
-            crew.executor.publish(self._metrics(crew))
+            self.measures.measure(now, crew, counters, self.ledger)
+            crew.executor.publish(self.measures.metrics())
             if (free := space.free_bytes(self.root)) is not None and free < MIN_FREE_BYTES:
                 self._space = f"{space.human(free)} are left at {self.root}"
-        self.progress.update(self.snapshot)
+        self.progress.update(self.measures.snapshot)
 
     def _stalled(self, name: str, crew: Crew) -> None:
         error = f"no movement for {self.config.cluster.stall_s:.0f} s (cluster.stall_s)"
         if crew.members[name].state == "loading":
             error = f"still loading after {self.config.cluster.load_s:.0f} s (cluster.load_s)"
         self.progress.event("lost", replica=name, error=error, counts=True)
-        self.progress.say(f"replica {name} is lost: {error}")
+        self.progress.log(f"replica {name} is lost: {error}")
         crew.dismiss(name, error)
         self._lost(name, error, counts=True, crew=crew)
-
-    def _measure(self, now: float, crew: Crew, counters: Mapping[str, Mapping[str, Any]]) -> None:
-        snapshot, ledger = self.snapshot, self.ledger
-        loading = not crew.num_ready and snapshot.state == "starting"
-        snapshot.state, snapshot.elapsed_s = "starting" if loading else "running", now - self._started
-        snapshot.cells, snapshot.held, snapshot.failed = ledger.num_cells, ledger.num_held, ledger.num_failed
-        snapshot.units_open = sum(ledger.open_by_cast().values())
-        snapshot.replicas_ready, snapshot.replicas_wanted = crew.num_ready, self.config.cluster.replicas
-        snapshot.replica_deaths, snapshot.tokens = crew.deaths, sum(self._tokens.values())
-        snapshot.underway = sum(sum(v.get("turns", {}).values()) for v in counters.values())
-        new = max(ledger.num_held - self._held_before, 0) + snapshot.underway
-        snapshot.cells_per_s = new / max(snapshot.elapsed_s, 1e-9)
-        snapshot.cost = sum(self._costs.values())
-        snapshot.finished = sum(sum(v.get("cells", {}).values()) for v in counters.values())
-        snapshot.utilisation = {name: dict(v["seconds"]) for name, v in counters.items() if "seconds" in v}
-        since, tokens = self._last_rate
-        over = now - since >= self.config.run.interval_s
-        if over or since == self._started:
-            snapshot.tokens_per_s = (snapshot.tokens - tokens) / max(now - since, 1e-9)
-        if over:
-            self._last_rate = (now, snapshot.tokens)
-
-    def _metrics(self, crew: Crew) -> dict[str, float]:
-        s = self.snapshot
-        return {
-            "cells_committed": s.held, "cells_failed": s.failed, "cells_pending": s.pending,
-            "tokens_generated": s.tokens, "tokens_per_s": s.tokens_per_s, "bytes_written": s.bytes,
-            "replicas_ready": s.replicas_ready, "replica_deaths": s.replica_deaths, "api_cost": s.cost,
-        }  # fmt: skip
 
     # ---- ends
 
@@ -366,9 +328,9 @@ class Driver:
             raise Stop(4, f"{new_failures} cells failed and run.on_error is fail_fast")
         if settings.max_failures is not None and new_failures > settings.max_failures:
             raise Stop(4, f"{new_failures} cells failed, more than run.max_failures={settings.max_failures}")
-        if settings.max_hours is not None and time.monotonic() - self._started > settings.max_hours * 3600:
+        if settings.max_hours is not None and time.monotonic() - self.measures.started > settings.max_hours * 3600:
             raise Stop(4, f"run.max_hours={settings.max_hours:g} is over")
-        spent = sum(self._costs.values())
+        spent = self.measures.spent
         if settings.max_cost is not None and spent >= settings.max_cost:
             raise Stop(4, f"${spent:.2f} of run.max_cost=${settings.max_cost:g} are spent; raise it to go on")
         if reason := crew.hopeless():
@@ -381,28 +343,29 @@ class Driver:
 
     def _hand_over(self, crew: Crew) -> None:
         """Let replicas commit what is complete; what they cannot in time stays open."""
-        self.snapshot.state = "stopping"
-        self.progress.say("stopping: replicas finish their step and commit what is complete")
+        self.measures.snapshot.state = "stopping"
+        self.progress.log("stopping: replicas finish their step and commit what is complete")
         crew.executor.stop()
         deadline = time.monotonic() + STOP_S
         while time.monotonic() < deadline and any(member.moved for member in crew.members.values()):
             for event in crew.executor.events(0.2):
                 if event.kind in ("done", "lost"):
-                    self._hear(event, crew)
+                    self._on_event(event, crew)
 
     def _stopped(self, stop: Stop) -> int:
-        self.snapshot.state, self.snapshot.reason = ("stopped" if stop.code == 4 else "failed"), stop.reason
-        self._update_totals()
-        self.progress.update(self.snapshot, now=True)
+        snapshot = self.measures.snapshot
+        snapshot.state, snapshot.reason = ("stopped" if stop.code == 4 else "failed"), stop.reason
+        self.measures.total(self.ledger)
+        self.progress.update(snapshot, now=True)
         self.progress.event("stopped", reason=stop.reason, code=stop.code)
-        self.progress.complain(f"stopped: {stop.reason}")
-        pending = f"{self.snapshot.pending} of {self.snapshot.cells} cells are pending"
-        self.progress.say(f"{pending}; continue with: {command()}")
+        self.progress.error(f"stopped: {stop.reason}")
+        pending = f"{snapshot.pending} of {snapshot.cells} cells are pending"
+        self.progress.log(f"{pending}; continue with: {command()}")
         return stop.code
 
     def _finish(self, fresh: bool) -> int:
         """Aggregate, and say where the results are and what they say."""
-        self._update_totals()
+        self.measures.total(self.ledger)
         asked = [entry.name for entry in self.config.aggregate]
         missing = [name for name in asked if not self.root.exists(names.result(name))]
         finished = ShardedRun(self.root)
@@ -410,34 +373,21 @@ class Driver:
             changed = finished.config.aggregate != self.config.aggregate
             finalize(finished, self.config.aggregate if changed else None, own=True)
         reach("driver.aggregated")
-        self.snapshot.state = "complete"
-        self.progress.update(self.snapshot, now=fresh)
+        self.measures.snapshot.state = "complete"
+        self.progress.update(self.measures.snapshot, now=fresh)
         self.progress.event("complete", held=self.ledger.num_held, failed=self.ledger.num_failed)
         if not fresh and not missing:
-            self.progress.say("nothing to do: this run is complete")
-        self.progress.say(f"{self.ledger.num_held} cells committed, {self.ledger.num_failed} failed, in {self.root}")
+            self.progress.log("nothing to do: this run is complete")
+        self.progress.log(f"{self.ledger.num_held} cells committed, {self.ledger.num_failed} failed, in {self.root}")
         for sentence in sentences(finished) if asked else ():
-            self.progress.say(f"  {sentence}")
+            self.progress.log(f"  {sentence}")
         if failed := finished.analyses_failed:
-            self.progress.complain(f"{failed} analyses failed: outcomes named failed.<analyzer or judge> say why; "
+            self.progress.error(f"{failed} analyses failed: outcomes named failed.<analyzer or judge> say why; "
                                    "means are over the cells that have a value")  # fmt: skip
         return 3 if self.ledger.num_failed or failed else 0
-
-    def _update_totals(self) -> None:
-        snapshot, ledger = self.snapshot, self.ledger
-        snapshot.cells, snapshot.held, snapshot.failed = ledger.num_cells, ledger.num_held, ledger.num_failed
-        snapshot.finished, snapshot.underway = 0, 0.0
-        snapshot.units_open, snapshot.elapsed_s = sum(ledger.open_by_cast().values()), time.monotonic() - self._started
-        snapshot.tokens = max(snapshot.tokens, self._committed_tokens)
-        if self._last_rate[0] == self._started:  # shorter than an interval
-            snapshot.tokens_per_s = snapshot.tokens / max(snapshot.elapsed_s, 1e-9)
 
 
 def _for_actors(config: SweepConfig) -> dict[str, Any]:
     """The configuration as plain values, without the items: units carry their rows."""
     plain = config.to_dict()
     return {**plain, "scenario": {**plain["scenario"], "items": ""}}
-
-
-def _bytes(commit: Commit) -> int:
-    return sum(int(file.get("bytes", 0)) for file in commit.files)

@@ -23,7 +23,7 @@ from . import enter as enter_module
 from .driver import Driver
 from .enter import Entered, check_place, check_space, other_aggregates, other_analyzers, usable
 from .executors.base import REPLICA
-from .ledger import LedgerError
+from .parts import LedgerError
 from .progress import Progress
 from .stops import Stop, command, signals
 
@@ -38,7 +38,7 @@ def run(
     """
     root = open_store(run_dir)
     progress = Progress(root, config.run.progress, config.run.interval_s)
-    lease = Lease(root, say=progress.say)
+    lease = Lease(root, say=progress.log)
     try:
         with signals(_stop_here):
             units = _before(config, root, replica) if enter is None else None
@@ -49,42 +49,43 @@ def run(
                 enter(config, root, lease.confirm) if enter else enter_module.enter(config, root, lease.confirm, units)
             )
             reach("driver.planned")
-            if entered.state != "new" and (others := other_aggregates(config, root)):
-                progress.say(f"aggregates that this folder was not begun with: {', '.join(others)}; "
-                             f"`sweeps aggregate {root} name=... kind=...` computes others from what is stored")  # fmt: skip
-            if entered.state != "new" and not enter and other_analyzers(config, root):
-                progress.say("this folder was begun with other analyzers or judges: cells that are finished keep what those "
-                             "said, in the same columns")  # fmt: skip
+            _tell_differences(config, root, entered, progress, own_plan=enter is None)
             progress.event("started", found=entered.state, new_cells=entered.new_cells, command=command())
             return Driver(config, root, progress, lease, replica).run()
     except Stop as stop:
-        progress.complain(f"stopped: {stop.reason}; continue with: {command()}")
+        progress.error(f"stopped: {stop.reason}; continue with: {command()}")
         return stop.code
     except (Held, errors.RunRefused, LedgerError) as error:
         hint = f"; `sweeps verify {root} --deep --reopen` shows and mends it" * isinstance(error, LedgerError)
-        progress.complain(f"sweeps: refused: {error}{hint}")
+        progress.error(f"sweeps: refused: {error}{hint}")
         return 5
     except OSError as error:
-        progress.complain(f"sweeps: {error}")
+        progress.error(f"sweeps: {error}")
         return 5 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 1
     except InterlensError as error:
-        progress.complain(f"sweeps: {error}")
+        progress.error(f"sweeps: {error}")
         if lease.number:
             progress.event("error", error=str(error))
         return 1
     except Exception as error:
         unreadable = type(error).__module__.startswith("pyarrow")
-        text = (
-            f"sweeps: {error}; `sweeps verify {root} --deep` says what is wrong"
-            if unreadable
-            else traceback.format_exc()
-        )
-        progress.complain(text)
+        hint = f"sweeps: {error}; `sweeps verify {root} --deep` says what is wrong"
+        progress.error(hint if unreadable else traceback.format_exc())
         progress.event("error", error=str(error))
         return 1
     finally:
         lease.release()
         progress.close()
+
+
+def _tell_differences(config: SweepConfig, root: Store, entered: Entered, progress: Progress, own_plan: bool) -> None:
+    """Say which aggregates, analyzers and judges a continued folder was not begun with."""
+    if entered.state != "new" and (others := other_aggregates(config, root)):
+        progress.log(f"aggregates that this folder was not begun with: {', '.join(others)}; "
+                     f"`sweeps aggregate {root} name=... kind=...` computes others from what is stored")  # fmt: skip
+    if entered.state != "new" and own_plan and other_analyzers(config, root):
+        progress.log("this folder was begun with other analyzers or judges: cells that are finished keep what those "
+                     "said, in the same columns")  # fmt: skip
 
 
 def _before(config: SweepConfig, root: Store, replica: str) -> Iterator[Unit] | None:

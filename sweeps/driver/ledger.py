@@ -22,44 +22,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
+from .parts import Closed, LedgerError, Needs
+
 Verdict = Literal["again", "split", "fail"]
-
-
-class LedgerError(ValueError):
-    """A commit contradicts the plan or another commit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Needs:
-    """What a set of cells needs from outside its unit or samples itself."""
-
-    trunks: tuple[str, ...] = ()
-    donors: Mapping[str, int] = field(default_factory=dict)
-    """Root unit -> bitmap of its cells that must be settled first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """What a commit hands to one child: cells, and trunks to sample even if no cell of the child needs them."""
-
-    cells: int = 0
-    trunks: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Closed:
-    """What one commit says about its unit, as bitmaps over the root's cells."""
-
-    unit: str
-    held: int = 0
-    failed: int = 0
-    trunks: tuple[str, ...] = ()
-    failed_trunks: tuple[str, ...] = ()
-    children: Mapping[str, Part] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -70,7 +39,7 @@ class _Unit:
     cast: str
     cells: int
     needs: Needs | None
-    state: Literal["waiting", "ready", "running", "condemned", "closed"] = "waiting"
+    state: Literal["waiting", "ready", "running", "closing", "closed"] = "waiting"
     alone: bool = False
     deaths: int = 0
     closed: Closed | None = None
@@ -92,7 +61,7 @@ class Ledger:
         """Replica -> units in flight on it."""
         self._draining: dict[str, set[str]] = defaultdict(set)
         """Cast -> replicas that finish what they have and then take a unit that must be alone."""
-        self._condemned: list[tuple[str, str, str]] = []
+        self._orphans: list[tuple[str, str, str]] = []
         self._open_by_cast: dict[str, int] = defaultdict(int)
         self._open_donors: dict[str, int] = {}
         self._num_roots = self._last_part = 0
@@ -117,7 +86,7 @@ class Ledger:
         self._open(_Unit(name, name, order, cast, (1 << num_cells) - 1, needs or Needs()))
 
     def close(self, commit: Closed) -> None:
-        """A commit of `commit.unit` stands in the folder. Parents come before children; hearing it twice is fine."""
+        """A commit of `commit.unit` stands in the folder. Parents come before children; reading it twice is fine."""
         self.expects(commit.unit)
         unit = self._units[commit.unit]
         if unit.state == "closed":
@@ -165,8 +134,8 @@ class Ledger:
             unit = self._units[name]
             unit.deaths += counts and alone
             unit.alone = unit.alone or (counts and not alone)
-            verdicts[name] = self._sentence(unit) if counts and alone else "again"
-            unit.state = "condemned"
+            verdicts[name] = self._verdict(unit) if counts and alone else "again"
+            unit.state = "closing"
             if verdicts[name] == "again":
                 self._requeue(unit)
         for draining in self._draining.values():
@@ -180,13 +149,13 @@ class Ledger:
             self._forget_running(unit)
             self._requeue(unit)
 
-    def strike(self, name: str) -> Verdict:
+    def count_failure(self, name: str) -> Verdict:
         """A unit as a whole raised on a replica that lives on: counted like a death it caused alone."""
         unit = self._units[name]
         self._forget_running(unit)
         unit.deaths += 1
-        verdict = self._sentence(unit)
-        unit.state = "condemned"
+        verdict = self._verdict(unit)
+        unit.state = "closing"
         if verdict == "again":
             self._requeue(unit)
         return verdict
@@ -194,7 +163,7 @@ class Ledger:
     def reopen(self, names: Iterable[str], part: int | None = None) -> None:
         """Open these retries, one round of them, behind all units that entered the plan with `part` (None: the last).
 
-        The folder must say so first: every later driver has to hear the same rounds. A retry whose parent is not closed
+        The folder must say so first: every later driver has to read the same rounds. A retry whose parent is not closed
         yet opens when it is.
         """
         self._rounds += 1
@@ -230,13 +199,13 @@ class Ledger:
                 return name
         return None
 
-    def doomed(self) -> list[tuple[str, str, str]]:
+    def orphans(self) -> list[tuple[str, str, str]]:
         """(unit, trunk, unit that failed it), each told once: the driver must fail all cells of these.
 
         They were parted from their trunk by a split, and the trunk alone was then failed.
         """
-        doomed, self._condemned = self._condemned, []
-        return doomed
+        orphans, self._orphans = self._orphans, []
+        return orphans
 
     # ---- what is so
 
@@ -254,18 +223,8 @@ class Ledger:
         """Units are open, none runs and none can: they wait for each other."""
         running = any(u for units in self._running.values() for u in units)
         return (
-            not self.complete and not running and not any(u.state in ("ready", "condemned") for u in self._open_units())
+            not self.complete and not running and not any(u.state in ("ready", "closing") for u in self._open_units())
         )
-
-    def has_ready(self, cast: str = "") -> bool:
-        """True if a unit of this cast is queued."""
-        for alone in (True, False):
-            queue = self._ready[cast, alone]
-            while queue and not self._is_queued(queue[0][1], alone=alone):
-                heapq.heappop(queue)
-            if queue:
-                return True
-        return False
 
     def open_by_cast(self) -> dict[str, int]:
         """Cast -> number of its open units, for casts that have some."""
@@ -298,11 +257,6 @@ class Ledger:
     def holder(self, trunk: str) -> str | None:
         """The unit whose shard holds this trunk, if the ledger was told that others need it."""
         return self._holder.get(trunk)
-
-    def trunks_of(self, name: str) -> tuple[str, ...]:
-        """Trunks an open unit is known to need (a root: only those shared with other units)."""
-        unit = self._units[name]
-        return unit.needs.trunks if unit.needs else ()
 
     def unheld_trunks(self, name: str) -> tuple[str, ...]:
         """Trunks this open unit samples itself if it runs now: those it needs and nobody holds."""
@@ -363,8 +317,8 @@ class Ledger:
         needs = unit.needs or Needs()
         for trunk in needs.trunks:
             if failer := self._failed_alone(unit, trunk):
-                unit.state = "condemned"
-                self._condemned.append((unit.name, trunk, failer))
+                unit.state = "closing"
+                self._orphans.append((unit.name, trunk, failer))
                 return
         blocked = any(t not in self._holder and self._trunk_owner(t) != unit.name for t in needs.trunks) or any(
             self._open_donors.get(root, 0) & cells & ~(unit.cells if root == unit.root else 0)
@@ -390,7 +344,7 @@ class Ledger:
             if unit.name in names:
                 names.remove(unit.name)
 
-    def _sentence(self, unit: _Unit) -> Verdict:
+    def _verdict(self, unit: _Unit) -> Verdict:
         pieces = unit.cells.bit_count() + len(self._unheld(unit))
         if pieces > 1:
             return "split"
@@ -417,55 +371,3 @@ class Ledger:
         for name in commit.children:
             if name.rpartition(".")[0] != unit.name or not name.rsplit(".", 1)[1].isdigit():
                 raise LedgerError(f"the commit of {unit.name} names {name!r} as its child")
-
-
-def split(
-    cells: Mapping[int, str | None],
-    unheld: tuple[str, ...] = (),
-    donors: Mapping[int, tuple[int, ...]] | None = None,
-) -> tuple[Part, Part]:
-    """Divide what a unit has left in two, so that the part that kills its replica can be found.
-
-    `cells`: position -> trunk, in plan order. `unheld`: the trunks that this unit would sample. `donors`: position ->
-    positions that must run before it. Several trunks: half of them each. One trunk not sampled yet: the trunk alone,
-    then its cells. Else half of the cells, donors in the first half or with their recipients.
-    """
-    trunks = list(dict.fromkeys((*(t for t in cells.values() if t is not None), *unheld)))
-    first: set[int] = set()
-    if len(trunks) > 1:
-        early = trunks[: len(trunks) // 2]
-        first = {p for p, trunk in cells.items() if trunk in early}
-        if not _needs_later(first, donors):
-            rest, late = set(cells) - first, trunks[len(early) :]
-            return (
-                Part(cells=_bits(first), trunks=tuple(t for t in early if t in unheld)),
-                Part(cells=_bits(rest), trunks=tuple(t for t in late if t in unheld)),
-            )
-    if len(trunks) == 1 and unheld:
-        return Part(trunks=tuple(trunks)), Part(cells=_bits(cells))
-    order = _donors_first(list(cells), donors or {})
-    half = len(order) // 2
-    return Part(cells=_bits(order[:half])), Part(cells=_bits(order[half:]))
-
-
-def _bits(positions) -> int:
-    return sum(1 << p for p in positions)
-
-
-def _needs_later(first: set[int], donors: Mapping[int, tuple[int, ...]] | None) -> bool:
-    return any(d not in first for p in first for d in (donors or {}).get(p, ()))
-
-
-def _donors_first(positions: list[int], donors: Mapping[int, tuple[int, ...]]) -> list[int]:
-    order: dict[int, None] = {}
-
-    def visit(position: int) -> None:
-        if position not in order:
-            for donor in donors.get(position, ()):
-                if donor in donors or donor in positions:
-                    visit(donor)
-            order[position] = None
-
-    for position in positions:
-        visit(position)
-    return [p for p in order if p in set(positions)]

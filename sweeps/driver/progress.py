@@ -96,14 +96,14 @@ class Progress:
         self._last = 0.0
         self._events: Any = None
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """One line for the person at the terminal."""
         if self._bar is not None:
             self._bar.console.print(redact(line), markup=False, highlight=False)
         elif self._mode != "none":
             self._print(line, sys.stdout)
 
-    def complain(self, line: str) -> None:
+    def error(self, line: str) -> None:
         """One line on stderr, whatever the mode."""
         if self._bar is not None:
             self._bar.stop()
@@ -127,7 +127,7 @@ class Progress:
             self._events.write(redact(json.dumps(content, ensure_ascii=False, default=str)) + "\n")
             self._events.flush()
         except (OSError, Damaged) as error:
-            self.say(f"events.jsonl cannot be written: {error}")
+            self.log(f"events.jsonl cannot be written: {error}")
 
     def _open_events(self) -> Any:
         appended = self.store.append(names.EVENTS)
@@ -141,14 +141,14 @@ class Progress:
             return
         self._last = time.monotonic()
         if self._mode == "plain":
-            self.say(snapshot.line())
+            self.log(snapshot.line())
         content = {"time": _now(), **asdict(snapshot), "pending": snapshot.pending, "eta_s": snapshot.eta_s}
         try:
             if isinstance(self._events, _PutLog):
                 self._events.upload()
             self.store.replace(names.PROGRESS, files.dump_json(content))
         except (OSError, Damaged) as error:
-            self.say(f"progress.json cannot be written: {error}")
+            self.log(f"progress.json cannot be written: {error}")
 
     def close(self) -> None:
         if self._bar is not None:

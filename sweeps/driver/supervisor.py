@@ -66,7 +66,7 @@ class Crew:
             if self.deaths_in_a_row:
                 self._not_before = self._clock() + self._backoff()
 
-    def heard(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Keep up with what happened to a replica."""
         member = self.members.get(event.replica)
         if member is None:
@@ -80,7 +80,7 @@ class Crew:
             member.moved.pop(event.unit, None)
         elif event.kind == "lost":
             self.failed_loads += member.state == "loading" and event.raised
-            self._buried(member, event.error)
+            self._count_death(member, event.error)
 
     def sent(self, name: str, unit: str) -> None:
         """A unit is in flight on this replica."""
@@ -112,7 +112,7 @@ class Crew:
         if error is None:
             del self.members[name]
         else:
-            self._buried(member, error)
+            self._count_death(member, error)
 
     def progress_made(self) -> None:
         """A unit was closed: deaths are no longer in a row."""
@@ -141,7 +141,7 @@ class Crew:
             )
         return None
 
-    def _buried(self, member: Member, error: str) -> None:
+    def _count_death(self, member: Member, error: str) -> None:
         del self.members[member.name]
         self.deaths += 1
         self.deaths_in_a_row += 1
@@ -153,6 +153,6 @@ class Crew:
 
 
 def last_line(error: str) -> str:
-    """What a traceback comes to."""
+    """The last line of a traceback that says anything: usually the exception and its message."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     return lines[-1] if lines else "no message"

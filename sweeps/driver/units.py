@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from ..folder.cells import Cell, Unit, part_of
 from ..folder.commits import Commit
-from .ledger import Closed, LedgerError, Needs, Part
+from .parts import Closed, LedgerError, Needs, Part
 
 
 class Units:

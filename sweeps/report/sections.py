@@ -106,21 +106,26 @@ def probe_eval(result: Result) -> Markup:
         table(head, rows, numeric=4),
     ]
     if result["transfer"]:
-        crossed = [
-            [
-                e["participant"],
-                e["layer"],
-                e["method"].replace("_", " "),
-                number(e["fitted_on"]),
-                number(e["tested_on"]),
-                interval(e["auroc"]),
-            ]
-            for e in result["transfer"]
-        ]
-        names = ["participant", "layer", "method", "fitted on", "tested on", "held-out AUROC"]
-        parts.append(tag("details", tag("summary", "transfer"), table(names, crossed, numeric=3)))
+        parts.append(_transfer(result))
     parts += [tag("p", f"Warning: {warning}.", class_="warning") for warning in result["warnings"]]
     return join(parts)
+
+
+def _transfer(result: Result) -> Markup:
+    """Probes fitted on one condition and tested on another, folded away."""
+    crossed = [
+        [
+            e["participant"],
+            e["layer"],
+            e["method"].replace("_", " "),
+            number(e["fitted_on"]),
+            number(e["tested_on"]),
+            interval(e["auroc"]),
+        ]
+        for e in result["transfer"]
+    ]
+    names = ["participant", "layer", "method", "fitted on", "tested on", "held-out AUROC"]
+    return tag("details", tag("summary", "transfer"), table(names, crossed, numeric=3))
 
 
 def routing_stats(result: Result) -> Markup:

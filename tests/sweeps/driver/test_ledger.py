@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sweeps.driver.ledger import Closed, Ledger, LedgerError, Needs, Part, split
+from sweeps.driver.ledger import Ledger
+from sweeps.driver.parts import Closed, LedgerError, Needs, Part, split
 from sweeps.folder.commits import unit_order
 
 
@@ -110,8 +111,8 @@ def condemn(world: World, ledger: Ledger, verdicts: dict[str, str]) -> None:
             ledger.close(world.put(Closed(unit=name, children={f"{name}.0": a, f"{name}.1": b})))
         elif verdict == "fail":
             ledger.close(world.put(Closed(unit=name, failed=cells, failed_trunks=own)))
-    while doomed := ledger.doomed():
-        for name, trunk, _ in doomed:
+    while orphans := ledger.orphans():
+        for name, trunk, _ in orphans:
             ledger.close(world.put(Closed(unit=name, failed=ledger.cells_of(name), failed_trunks=(trunk,))))
 
 

@@ -12,7 +12,7 @@ from sweeps import run as sweeps_run
 from sweeps.commands import show
 from sweeps.compose import from_plain
 from sweeps.driver import driver, entry
-from sweeps.driver.ledger import Needs
+from sweeps.driver.parts import Needs
 from sweeps.driver.units import Units
 from sweeps.errors import ConfigError
 from sweeps.folder import commits
@@ -295,7 +295,7 @@ def test_units_keep_donors_and_recipients_of_an_item_together(model, tmp_path):
 
 @pytest.mark.parametrize("order", [("red", "blue"), ("blue", "red")])
 def test_a_unit_that_is_split_has_donors_before_their_recipients(model, tmp_path, order):
-    from sweeps.driver.ledger import split
+    from sweeps.driver.parts import split
     from sweeps.plan.expand import expand
 
     run = {"dir": str(tmp_path / "run"), "progress": "none"}
