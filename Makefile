@@ -35,10 +35,10 @@ $(SETUP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(SETUP)
-	@$(PY) -m sweeps run experiment=enthusiasm
-	@$(PY) -m sweeps run experiment=enthusiasm_steered
-	@$(PY) -m sweeps report runs/enthusiasm
-	@$(PY) -m sweeps report runs/enthusiasm_steered
+	@.venv/bin/sweeps run experiment=enthusiasm
+	@.venv/bin/sweeps run experiment=enthusiasm_steered
+	@.venv/bin/sweeps report runs/enthusiasm
+	@.venv/bin/sweeps report runs/enthusiasm_steered
 
 lint: $(SETUP)
 	@$(PY) -m ruff check --quiet .

@@ -54,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"sweeps {metadata.version('interlens-sweeps')}")
         return COMPLETE
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # where a user's own analyzers and aggregates are; `python -m` has it already
     name, rest = arguments[0], arguments[1:]
+    if name in OWN_CODE and os.getcwd() not in sys.path and not _near_a_run():
+        sys.path.append(os.getcwd())  # where the analyzers and aggregates are that a user's own configuration names
     if name not in COMMANDS:
         print(f"sweeps: no command {name!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
         return ERROR
@@ -70,6 +70,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _units_left() -> bool:
     """True if threads that Python waits for at its end still run."""
     return any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
+
+
+OWN_CODE = ("plan", "run", "aggregate", "analyze")
+"""Commands for which the user may name code of their own; the others read a folder, and import nothing beside it."""
+
+
+def _near_a_run() -> bool:
+    """True where the working directory lies in a run folder or holds one: what lies there may be a stranger's."""
+    here = os.path.abspath(os.getcwd())
+    above = [here]
+    while (parent := os.path.dirname(above[-1])) != above[-1]:
+        above.append(parent)
+    if any(os.path.lexists(os.path.join(folder, "run.json")) for folder in above):
+        return True
+    with os.scandir(here) as entries:
+        return any(os.path.lexists(os.path.join(entry.path, "run.json")) for entry in entries)
 
 
 def _guarded(action: Callable[[], int]) -> int:

@@ -172,7 +172,10 @@ def _check_analyzers(config: SweepConfig) -> None:
         try:
             getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
-            raise ConfigError(f"scenario.analyzers: cannot import {analyzer!r}: {error}") from None
+            raise ConfigError(
+                f"scenario.analyzers: cannot import {analyzer!r}: {error} (the working directory is searched unless it "
+                "holds a run folder or lies in one; PYTHONPATH=. always is)"
+            ) from None
 
 
 def one_of(where: str, given: Any, possible: Sequence[Any]) -> None:

@@ -25,7 +25,7 @@ def test_the_batch_script_is_a_valid_shell_script_that_stops_with_notice_and_req
     text = script.read_text()
     for option in ("--requeue", "--exclusive", "--signal=B:TERM@120", "--ntasks-per-node=1"):
         assert f"#SBATCH {option}\n" in text
-    assert "ray symmetric-run" in text and "python -m sweeps run" in text and "scontrol requeue" in text
+    assert "ray symmetric-run" in text and "python -P -m sweeps run" in text and "scontrol requeue" in text
 
 
 @pytest.mark.slow
@@ -195,6 +195,6 @@ def test_what_the_ray_job_runs_is_a_valid_configuration():
 
     job = yaml.safe_load((CLUSTER / "kuberay" / "rayjob.yaml").read_text())
     command = job["spec"]["entrypoint"].split()
-    assert command[:4] == ["python", "-m", "sweeps", "run"]
-    config = load(command[4:])
+    assert command[:5] == ["python", "-P", "-m", "sweeps", "run"]
+    config = load(command[5:])
     assert config.cluster.address == "auto" and config.cluster.num_gpus == 1 and config.run.dir.startswith("/runs/")
