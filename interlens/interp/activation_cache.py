@@ -8,7 +8,9 @@ inference-mode tensor. A record's address does not change after it was added.
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -270,6 +272,23 @@ class ActivationCache:
         for record in self.records:
             grouped.setdefault(tuple(getattr(record, name) for name in names), []).append(record)
         yield from grouped.items()
+
+    def _summary(self) -> dict[tuple, int]:
+        """(participant, layer, site, pool) -> how many records."""
+        return dict(Counter((r.participant, r.layer, r.site, r.pool) for r in self.records))
+
+    def __repr__(self) -> str:
+        who, layers, sites = (list(dict.fromkeys(key[n] for key in self._summary())) for n in range(3))
+        return f"<ActivationCache: {len(self)} records; participants {who}, layers {layers[:12]}, sites {sites}>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            "".join(f"<td>{html.escape(str(cell))}</td>" for cell in (*key, count))
+            for key, count in list(self._summary().items())[:50]
+        ]
+        head = "".join(f"<th>{name}</th>" for name in ("participant", "layer", "site", "pool", "records"))
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<p>{html.escape(repr(self))}</p><table><tr>{head}</tr>{body}</table>"
 
     def __len__(self) -> int:
         return len(self.records)

@@ -223,3 +223,11 @@ def test_at_says_what_every_record_is():
     cache.add_batch([dataclasses.replace(r, pool="mean", num_pooled=4, tensor=r.tensor[:1].float()) for r in many()])
     with pytest.raises(KeyError, match=r"no record has pool=None: every one has pool='mean'"):
         cache.at(participant="bob", message_idx=2, layer=4, sample=None)
+
+
+def test_a_cache_shows_itself_in_a_line_and_as_a_table_with_everything_escaped():
+    cache = ActivationCache()
+    cache.add_batch([*many(), dataclasses.replace(many()[0], participant="<script>")])
+    assert len(repr(cache)) < 300 and f"{len(cache)} records" in repr(cache)
+    assert "<script>" not in cache._repr_html_() and "&lt;script&gt;" in cache._repr_html_()
+    assert "0 records" in repr(ActivationCache())
