@@ -44,6 +44,10 @@ def uses_alibi(config: Any) -> bool:
     return any(settings) or getattr(config, "model_type", None) == "bloom"
 
 
+EXACT_KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_neox", "phi3", "olmo3", "glm4")
+"""Dense families (`config.model_type`) in which tests/engine/test_exact.py finds all bits of a row the same in any batch."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """Positions `[starts[b], stops[b])` of the token sequences `ids[b]`, in slab rows `first + b`."""
@@ -105,10 +109,13 @@ class Forward:
 
     def keep_rows_apart(self) -> None:
         """From here on attention is ours. ValueError where nothing is known about the bits of a row."""
-        if self.device.type != "cpu" or self.dtype != torch.bfloat16 or not self._can_replace_attention:
+        kind = getattr(self.config, "model_type", "")
+        shown = kind in EXACT_KINDS and getattr(self.config, "use_parallel_residual", True)
+        if self.device.type != "cpu" or self.dtype != torch.bfloat16 or not (self._can_replace_attention and shown):
             raise ValueError(
                 f"exact rows were asked of {type(self.model).__name__} in {self.dtype} on {self.device.type}; possible: "
-                "bfloat16 on a CPU, for families that use transformers' attention interface. Leave out exact=True"
+                f"bfloat16 on a CPU, for the families that a test compares bit by bit ({', '.join(EXACT_KINDS)}; gpt_neox "
+                "with its parallel residual). Leave out exact=True"
             )
         self.rows_apart, self.least_queries = True, 2
 
@@ -199,6 +206,10 @@ class Forward:
     def check_adapter(self, adapter: str | None) -> None:
         """ValueError if a request cannot run under this adapter."""
         known = attached(self.model)
+        if adapter is not None and self.rows_apart:
+            raise ValueError(
+                f"adapter {adapter!r}: rows under an adapter are not shown to be exact; leave out exact=True"
+            )
         if adapter is not None and adapter not in known:
             raise ValueError(f"no adapter {adapter!r} on this model; it has: {', '.join(known) or 'none'}")
 
