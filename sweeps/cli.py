@@ -18,6 +18,8 @@ from typing import Any
 
 from interlens.errors import InterlensError
 
+from .commands.parsing import Done, Parser
+
 COMPLETE, ERROR, FAILED_CELLS, STOPPED, REFUSED = 0, 1, 3, 4, 5
 
 _WORST_FIRST = (ERROR, REFUSED, FAILED_CELLS, COMPLETE)
@@ -95,7 +97,7 @@ def _guarded(action: Callable[[], int]) -> int:
 
     try:
         return action()
-    except _Done:
+    except Done:
         return COMPLETE
     except RunRefused as error:
         print(f"sweeps: refused: {redact(str(error))}", file=sys.stderr)
@@ -124,13 +126,13 @@ def _plan(arguments: list[str]) -> int:
     from .errors import ConfigError
 
     usage = "sweeps plan [--measure] [--config-dir DIR] [key=value ...]"
-    parser = _Parser("sweeps plan", usage=usage, allow_abbrev=False, description="How large a sweep would be.")
+    parser = Parser("sweeps plan", usage=usage, allow_abbrev=False, description="How large a sweep would be.")
     parser.add_argument("--measure", action="store_true", help="run one unit, and say how long the whole would take")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="find experiments of your own in DIR/experiment")
     try:
         options, overrides = parser.parse_known_args(arguments)
     except SystemExit:  # --help
-        raise _Done from None
+        raise Done from None
     if options.config_dir is not None:
         if not os.path.isdir(options.config_dir):
             raise ConfigError(f"no folder {options.config_dir!r} for --config-dir")
@@ -223,26 +225,15 @@ def _program(name: str, arguments: list[str]):
             os.environ["HYDRA_FULL_ERROR"] = full
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        from .errors import ConfigError
-
-        raise ConfigError(f"{message}; {self.format_usage().strip()}")
-
-
 def _parsed(arguments: list[str], name: str, about: str, *wanted: str) -> argparse.Namespace:
     """The arguments of a command over a run folder; ConfigError, with its usage, for what does not fit."""
-    parser = _Parser(prog=f"sweeps {name}", description=about)
+    parser = Parser(prog=f"sweeps {name}", description=about)
     for argument in wanted:
         parser.add_argument(argument, action="store_true" if argument.startswith("--") else "store")
     try:
         return parser.parse_args(arguments)
     except SystemExit:  # --help
-        raise _Done from None
-
-
-class _Done(Exception):
-    """A command has said all it had to say."""
+        raise Done from None
 
 
 def _status(arguments: list[str]) -> int:
@@ -369,45 +360,11 @@ def _compare(arguments: list[str]) -> int:
 
 
 def _export(arguments: list[str]) -> int:
-    from .commands.export import FORMATS, export, export_directions
-    from .errors import ConfigError
-    from .folder.blame import blaming
-    from .run import Run
+    from .commands.export import command
 
-    parser = _Parser(prog="sweeps export", description=EXPORT, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dir")
-    parser.add_argument("out")
-    parser.add_argument("conditions", nargs="*", metavar="key=value")
-    parser.add_argument("--where", metavar="EXPRESSION")
-    parser.add_argument("--layers", metavar="8,16")
-    parser.add_argument("--format", choices=(*FORMATS, "gguf"))
-    parser.add_argument("--direction", metavar="AGGREGATE", default="directions")
-    parser.add_argument("--hint", metavar="ARCHITECTURE")
-    try:
-        given = parser.parse_intermixed_args(arguments)
-    except SystemExit:
-        raise _Done from None
-    try:
-        layers = None if given.layers is None else [int(layer) for layer in given.layers.strip("[]").split(",")]
-    except ValueError:
-        raise ConfigError(f"--layers: cannot read {given.layers!r}; write 8,16") from None
-    run, directions = Run(given.dir), given.format == "gguf" or (given.format is None and given.out.endswith(".gguf"))
-    with blaming(run):
-        if directions:
-            count, width = export_directions(run, given.out, name=given.direction, layers=layers, hint=given.hint)
-        else:
-            count, width = export(
-                run, given.out, given.conditions, where=given.where, layers=layers, format=given.format
-            )
-    print(f"{count} {'directions' if directions else 'vectors'} of {width} values in {given.out}")
+    print(command(arguments))
     return COMPLETE
 
-
-EXPORT = """Pooled vectors as one .parquet or .npz file, or directions as a control vector for llama.cpp (.gguf).
-
-  sweeps export RUN x.parquet framing=warm --layers 8,16 --where "message.finish_reason == 'stop'"
-  sweeps export RUN warm.gguf --layers 16 --direction lda
-"""
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "plan": _plan, "run": _run, "status": _status, "report": _report, "capture": _capture,

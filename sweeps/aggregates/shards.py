@@ -76,9 +76,7 @@ class Shard:
         found = [dict(numbers or ()) | dict(texts or ()) for numbers, texts in pairs]
         cells = table.column("cell").to_pylist()
         if later := self.run.analysed:
-            born = dict(zip(cells, found, strict=True))
-            cells = [cell for cell in self.commit.cells if cell in born or cell in later]
-            found = [analyses.over(born.get(cell, {}), later.get(cell)) for cell in cells]
+            cells, found = analyses.together(cells, found, later, self.commit.cells)
         names = dict.fromkeys(name for row in found for name in row)
         values = {name: pa.array([row.get(name) for row in found]) for name in names}
         return pa.table({"cell": pa.array(cells, pa.string()), **values})

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,15 +20,50 @@ from interlens.interp.steering import SteeringSpec
 from ..aggregates.columns import columns, evaluated
 from ..aggregates.expressions import parse
 from ..errors import ConfigError, did_you_mean
+from ..folder.blame import blaming
 from ..folder.local import whole_file
 from ..folder.records import FILTERS
 from ..plan import model_sizes
-
-if TYPE_CHECKING:
-    from ..run import Run
-
+from ..run import Run
+from .parsing import Done, Parser
 
 FORMATS = ("parquet", "npz")
+
+HELP = """Pooled vectors as one .parquet or .npz file, or directions as a control vector for llama.cpp (.gguf).
+
+  sweeps export RUN x.parquet framing=warm --layers 8,16 --where "message.finish_reason == 'stop'"
+  sweeps export RUN warm.gguf --layers 16 --direction lda
+"""
+
+
+def command(arguments: Sequence[str]) -> str:
+    """Export what the command's arguments name; what was written, in a line. Done: help was asked for."""
+    parser = Parser(prog="sweeps export", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dir")
+    parser.add_argument("out")
+    parser.add_argument("conditions", nargs="*", metavar="key=value")
+    parser.add_argument("--where", metavar="EXPRESSION")
+    parser.add_argument("--layers", metavar="8,16")
+    parser.add_argument("--format", choices=(*FORMATS, "gguf"))
+    parser.add_argument("--direction", metavar="AGGREGATE", default="directions")
+    parser.add_argument("--hint", metavar="ARCHITECTURE")
+    try:
+        given = parser.parse_intermixed_args(arguments)
+    except SystemExit:
+        raise Done from None
+    try:
+        layers = None if given.layers is None else [int(layer) for layer in given.layers.strip("[]").split(",")]
+    except ValueError:
+        raise ConfigError(f"--layers: cannot read {given.layers!r}; write 8,16") from None
+    run, directions = Run(given.dir), given.format == "gguf" or (given.format is None and given.out.endswith(".gguf"))
+    with blaming(run):
+        if directions:
+            count, width = export_directions(run, given.out, name=given.direction, layers=layers, hint=given.hint)
+        else:
+            count, width = export(
+                run, given.out, given.conditions, where=given.where, layers=layers, format=given.format
+            )
+    return f"{count} {'directions' if directions else 'vectors'} of {width} values in {given.out}"
 
 
 def export(

@@ -66,10 +66,17 @@ def outcomes(store: Store) -> dict[str, dict[str, Any]]:
     return found
 
 
-def over(born: dict[str, Any], later: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Outcomes of a cell with what was computed later."""
-    merged = {**born, **(later or {})}
-    return {name: value for name, value in merged.items() if value is not None}
+def together(
+    cells: Sequence[str],
+    born: Sequence[Mapping[str, Any]],
+    later: Mapping[str, Mapping[str, Any]],
+    order: Sequence[str],
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Cells that have outcomes, in `order`, and these: what they were committed with, under what was computed later."""
+    first = dict(zip(cells, born, strict=True))
+    known = [cell for cell in order if cell in first or cell in later]
+    merged = [{**first.get(cell, {}), **later.get(cell, {})} for cell in known]
+    return known, [{name: value for name, value in row.items() if value is not None} for row in merged]
 
 
 def _rows(store: Store, version: str) -> Iterator[tuple[str, dict[str, Any]]]:

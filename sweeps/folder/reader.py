@@ -194,25 +194,21 @@ class RunFolder:
         if name == "failures" and columns is None:
             done = pa.array([cell for c in self._commits for cell in c.cells], pa.string())
             held = pa.array(list(self._trunk_holder), pa.string())
-            gone = pc.or_(
-                pc.is_in(table["cell"], done), pc.and_(pc.is_null(table["cell"]), pc.is_in(table["trunk"], held))
-            )
-            table = table.filter(pc.invert(gone))
+            trunk_held = pc.and_(pc.is_null(table["cell"]), pc.is_in(table["trunk"], held))
+            table = table.filter(pc.invert(pc.or_(pc.is_in(table["cell"], done), trunk_held)))
         return table
 
     def outcomes(self) -> pa.Table:
         """One row per finished cell with outcomes: cell, item, axes, seeds, and every analyzer value as a column."""
         table = self.table("outcomes")
-        found = [
-            dict(n or ()) | dict(t or ())
-            for n, t in zip(*(table[c].to_pylist() for c in ("numbers", "texts")), strict=True)
-        ]
+        pairs = zip(*(table[c].to_pylist() for c in ("numbers", "texts")), strict=True)
+        found = [dict(numbers or ()) | dict(texts or ()) for numbers, texts in pairs]
         if self.analysed:
-            born = dict(zip(table["cell"].to_pylist(), found, strict=True))
-            cells = [cell for cell in self.cells["cell"].to_pylist() if cell in born or cell in self.analysed]
-            found = [analyses.over(born.get(cell, {}), self.analysed.get(cell)) for cell in cells]
+            cells, found = analyses.together(
+                table["cell"].to_pylist(), found, self.analysed, self.cells["cell"].to_pylist()
+            )
             at = pc.index_in(pa.array(cells, pa.string()), self.cells["cell"].combine_chunks())
-            table = pa.table({"cell": pa.array(cells, pa.string()), "trunk": self.cells["trunk"].take(at)})
+            table = self.cells.select(["cell", "trunk"]).take(at)
         given = list(dict.fromkeys(name for row in found for name in row))
         joined = self.joined(table.select(["cell", "trunk"]))
         for name in given:
@@ -393,8 +389,6 @@ class RunFolder:
         latter count where there are any.
         """
         return self.records.routing_stats(where=where, **filters)
-
-    # ---- sums
 
     def sums(self, name: str) -> Iterator[Mapping[str, np.ndarray]]:
         """The committed states of a sum, one per unit that has it, in order of unit id."""
