@@ -19,7 +19,7 @@ from tests.sweeps.plan.test_plan import STEER, scenario
     {}, {"plan": {"unit_cells": 7}}, {"plan": {"unit_cells": 1}}, {"grid": {}},
     {"grid": {"trunk.turns": [1, 2, 3], "framing": {"a": "x", "b": "y"}}},
     {"intervention": STEER, "grid": {"intervention.coef": [0, 1, 2]}, "plan": {"unit_cells": 10}},
-    {"scenario": scenario(trunk={"turns": 0, "seeds": 3}, branch={"turns": 1, "seeds": [4, 9]})},
+    {"scenario": scenario(trunk={"turns": 0, "seeds": 3}, branch={"turns": 1, "seeds": [4, 9]}), "capture": None},
     {"models": {"tiny": {"source": "hub/a"}, "other": {"source": "hub/b"}}, "capture": None,
      "grid": {"scenario.participants.bob.model": ["tiny", "other"]}},
     {"models": {"tiny": {"source": "hub/a"}, "other": {"source": "hub/b"}}, "capture": None,
