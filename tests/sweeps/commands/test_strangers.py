@@ -48,9 +48,10 @@ def stranger(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("start", ["sweeps", "python -P -m sweeps"])
-def test_nothing_in_a_folder_runs_when_a_command_is_given_there(command, start, stranger, tmp_path):
+@pytest.mark.parametrize(
+    ("start", "command"), [*(("sweeps", name) for name in COMMANDS), ("python -P -m sweeps", "status")]
+)
+def test_nothing_in_a_folder_runs_when_a_command_is_given_there(start, command, stranger, tmp_path):
     cell = sweeps.open(stranger / "run").cells["cell"][0].as_py()
     arguments = [a.format(cell=cell, out=tmp_path) for a in COMMANDS[command]]
     program = {"sweeps": [shutil.which("sweeps", path=Path(sys.executable).parent) or "sweeps"],
