@@ -54,10 +54,10 @@ CONVERT = (
 def why_not(config: Mapping[str, Any]) -> list[str]:
     """Why an adapter with this `adapter_config.json` cannot be attached; empty where it can. One entry per key."""
     if (kind := config.get("peft_type")) != "LORA":
-        return [f"peft_type {kind}: only LoRA adds per row; {MERGE}"]
+        return [f"peft_type {getattr(kind, 'value', kind)}: only LoRA adds per row; {MERGE}"]
     reasons = []
     for key, value in config.items():
-        if key in ADDS or key in ASIDE or value in (None, False, "none") or value in ([], {}, ()):
+        if key in ADDS or key in ASIDE or _is_off(key, value):
             continue
         if key == "bias":
             reasons.append(f"bias={value!r}: it changes biases of the base for every row; {MERGE}")
@@ -69,3 +69,9 @@ def why_not(config: Mapping[str, Any]) -> list[str]:
         else:
             reasons.append(f"{key}={value!r}: this version does not know whether that can differ per row; {MERGE}")
     return reasons
+
+
+def _is_off(key: str, value: Any) -> bool:
+    """A number is never off: nobody knows what 0 means to an option of a later PEFT."""
+    empty = isinstance(value, list | dict | tuple | set) and not value
+    return value in (None, "none") if key == "bias" else value is None or value is False or empty

@@ -6,9 +6,10 @@ this module exists outside `per_row`. Works on transformers models and on PEFT's
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import os
-import re
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,8 +18,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
+from .adapter_checks import base_of, check_arrived, fitting
+from .adapter_config import MERGE, why_not
 from .errors import CannotLoad, UnsupportedIntervention
 from .preview import require_adapter
 
@@ -26,52 +28,106 @@ _BASE = "__base__"  # what PEFT calls "no adapter" in a mixed batch
 
 
 def attach(model: nn.Module, folder: str | os.PathLike) -> str:
-    """Attach the PEFT adapter in `folder` to `model`, inactive, and give the name it has there. Twice is once.
+    """Attach the PEFT adapter in `folder` to `model`, inactive, and give the name it has there.
 
-    Raises CannotLoad, with the model as it was, for a folder that is no adapter, for an adapter of another base, and for
-    what cannot differ per row of a batch (`interlens.adapter_config` says which, and why).
+    Twice is once; a folder that was saved anew is another adapter. Two short forwards show that its rows and the base's
+    can share a batch. Raises CannotLoad, with the model as it was, for a folder that is no adapter, for an adapter of
+    another base, and for what cannot differ per row of a batch (`interlens.adapter_config` says which, and why).
     """
     folder = os.fspath(folder)
-    config = require_adapter(folder)
+    require_adapter(folder)
+    if reasons := _brought(model):
+        raise CannotLoad(f"cannot attach adapter {folder!r}: the model came with {reasons}")
     path = os.path.realpath(os.path.expanduser(folder))
-    name = f"{Path(path).name}-{hashlib.blake2b(path.encode(), digest_size=4).hexdigest()}".replace(".", "_")
+    name = _name(path)
     if name in attached(model):
         return name
+    if away := next((key for key, parameter in model.named_parameters() if parameter.is_meta), None):
+        raise CannotLoad(
+            f"cannot attach adapter {folder!r}: {away} of the model is offloaded; load it whole on devices"
+        )
     before, trainable = in_force(model), {id(p) for p in model.parameters() if p.requires_grad}
-    undo, base = _undo(model, name), _base(model)
+    undo, base = _undo(model, name), base_of(model)
     try:
-        weights = _fitting(model, path, config)
+        weights = fitting(model, path)
         _inject(model, path, name, weights)
-        _check_arrived(model, name, weights)
-        if changed := [key for key, found in _base(model).items() if base.get(key) != found]:
+        _settle(model, before, trainable)
+        check_arrived(model, name, weights)
+        now = base_of(model)
+        if changed := sorted(key for key in base.keys() | now.keys() if base.get(key) != now.get(key)):
             raise ValueError(f"attaching it changed the base itself at {', '.join(changed[:3])}")
+        _check_rows(model, name)
     except Exception as error:
         undo()
-        raise CannotLoad(f"cannot attach adapter {folder!r} to {type(model).__name__}: {error}") from error
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise CannotLoad(f"cannot attach adapter {folder!r} to {type(model).__name__}: {said}") from error
     finally:
-        _set_active(model, before)
-        for parameter in model.parameters():
-            parameter.requires_grad_(id(parameter) in trainable)
-        model.eval()
+        _settle(model, before, trainable)
     return name
 
 
-def _base(model: nn.Module) -> dict[str, tuple]:
-    """What every parameter and buffer of the base holds, as a sum of its bits, under its name without PEFT's parts."""
-    found = {}
-    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if ".lora_" not in key:
-            bits = (
-                tensor.detach()
-                .contiguous()
-                .view(torch.uint8 if tensor.element_size() == 1 else _BITS[tensor.element_size()])
-            )
-            plain = key.replace(".base_layer.", ".")
-            found[plain] = (tuple(tensor.shape), tensor.dtype, int(bits.sum(dtype=torch.int64)))
-    return found
+def _settle(model: nn.Module, active: list[str], trainable: set[int]) -> None:
+    """In eval mode, with these adapters in force and these parameters (by id) trainable."""
+    _set_active(model, active)
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in trainable)
+    model.eval()
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+def _name(path: str) -> str:
+    """Told by where an adapter lies and what its files hold."""
+    files = sorted(file for file in Path(path).iterdir() if file.name.startswith("adapter_") and file.is_file())
+    digest = hashlib.blake2b(path.encode(), digest_size=4)
+    for file in files:
+        stat = file.stat()
+        digest.update(_content(str(file), stat.st_mtime_ns, stat.st_ino, stat.st_size))
+    return f"{Path(path).name}-{digest.hexdigest()}".replace(".", "_")
+
+
+@functools.lru_cache(maxsize=256)
+def _content(file: str, *_stat: int) -> bytes:
+    """A hash of a file's bytes, read again when the file has changed."""
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").digest()
+
+
+def _brought(model: nn.Module) -> str:
+    """Which adapters a PEFT model came with that leave no base for other rows, and why; "" where there are none."""
+    found = []
+    for name, config in getattr(model, "peft_config", {}).items():
+        if reasons := why_not(config.to_dict()):
+            found.append(f"adapter {name!r}, which cannot differ per row of a batch: {'. '.join(reasons)}")
+    return "; ".join(found)
+
+
+def _check_rows(model: nn.Module, name: str) -> None:
+    """ValueError unless a row under this adapter and a row under none get in one batch what each gets by itself.
+
+    Layers that see the tokens of all rows in one list, or a choice of them, may not know whose they are.
+    """
+    inner: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
+    ids = torch.tensor([[3, 5, 7, 11, 6], [4, 9, 2, 8, 10]], device=inner.get_input_embeddings().weight.device)
+    inputs = {"input_ids": ids}
+    if "position_ids" in inspect.signature(inner.forward).parameters:  # per row, as the engine gives them
+        inputs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+
+    def logits(*names: str | None) -> Tensor:
+        with torch.no_grad(), per_row(model, names):
+            return model(**inputs, use_cache=False, return_dict=True).logits.double()
+
+    try:
+        mixed, own, base = logits(name, None), logits(name, name), logits(None, None)
+    except Exception as error:
+        raise ValueError(f"its rows cannot share a batch with the base's: {error}; {MERGE}") from error
+    for row, alone in ((0, own), (1, base)):
+        off = (mixed[row] - alone[row]).norm(dim=-1) / alone[row].norm(dim=-1)
+        if not off.median() < _ROUNDING.get(next(model.parameters()).dtype, 0.2):
+            whose = "a row under it" if row == 0 else "a row of the base"
+            raise ValueError(f"beside other rows, {whose} gets other logits (off by {off.median():.1%}); {MERGE}")
+
+
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""By how much the logits of most tokens may differ between two batches, in units of their norm; else 0.2."""
 
 
 def _undo(model: nn.Module, name: str) -> Callable[[], None]:
@@ -95,55 +151,6 @@ def _undo(model: nn.Module, name: str) -> Callable[[], None]:
     return undo
 
 
-def _fitting(model: nn.Module, path: str, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The adapter's tensors by place. ValueError where the model has no such place, or one of another shape.
-
-    A copy of the base's own embedding, which PEFT saves along, is left out; one that was trained is refused.
-    """
-    from peft.utils import load_peft_weights
-
-    found, modules = {}, dict(model.named_modules())
-    for key, value in load_peft_weights(path, device="cpu").items():
-        bare = key.removeprefix("base_model.model.")
-        where, kind, _ = (
-            bare.rpartition(".lora_embedding_") if ".lora_embedding_" in bare else bare.rpartition(".lora_")
-        )
-        if not kind:
-            where = bare.rpartition(".")[0].removesuffix(".base_layer")
-        module = modules.get(where) or modules.get(f"base_model.model.{where}")
-        base = getattr(module, "base_layer", module)
-        if base is None:
-            raise ValueError(f"its tensor {key} is for {where}, which this model does not have: it is for another base")
-        if not kind:
-            own = getattr(base, bare.rpartition(".")[2], None)
-            if own is None or own.shape != value.shape or not torch.equal(own.detach().cpu(), value.to(own.dtype)):
-                raise ValueError(f"it replaces {where} for every row (its tensor {key} is not the base's)")
-            continue
-        _check_shape(bare, value, base)
-        found[key] = value
-    if not found:
-        raise ValueError("it holds no LoRA tensors")
-    return found
-
-
-def _check_shape(key: str, value: Tensor, base: nn.Module) -> None:
-    """ValueError unless a LoRA tensor fits its module: a linear layer, GPT-2's Conv1D, or an embedding."""
-    weight = getattr(base, "weight", None)
-    if weight is None or weight.dim() != 2 or not isinstance(base, (nn.Linear, nn.Embedding, Conv1D)):
-        raise ValueError(f"its tensor {key} is for a {type(base).__name__}, which cannot differ per row")
-    if isinstance(base, nn.Linear):
-        inputs, outputs = base.in_features, base.out_features
-    else:
-        inputs, outputs = weight.shape
-    side = key.rpartition(".lora_")[2].removeprefix("embedding_")[0]
-    size = {"A": value.shape[-1], "B": value.shape[0]}[side]
-    wanted = {"A": inputs, "B": outputs}[side]
-    if size != wanted:
-        raise ValueError(
-            f"its tensor {key} has shape {tuple(value.shape)}, made for {size}; this base has {wanted} there"
-        )
-
-
 def _inject(model: nn.Module, path: str, name: str, weights: Mapping[str, Tensor]) -> None:
     """By PEFT alone, whatever PEFT transformers asks for."""
     from peft import PeftConfig, PeftModel, inject_adapter_in_model, set_peft_model_state_dict
@@ -161,22 +168,6 @@ def _inject(model: nn.Module, path: str, name: str, weights: Mapping[str, Tensor
             set_peft_model_state_dict(model, bare, adapter_name=name)
 
 
-def _check_arrived(model: nn.Module, name: str, weights: Mapping[str, Tensor]) -> None:
-    """ValueError unless the adapter's parameters in the model are the file's, each of them and no other."""
-    part = re.compile(rf"\.{re.escape(name)}(?=\.|$)")
-    stored = {part.sub("", key): p for key, p in model.named_parameters() if ".lora_" in key and part.search(key)}
-    stored = {key.removeprefix("base_model.model."): p for key, p in stored.items()}
-    wanted = {key.removeprefix("base_model.model."): value for key, value in weights.items()}
-    if stored.keys() != wanted.keys():
-        odd = sorted(stored.keys() ^ wanted.keys())
-        raise ValueError(
-            f"it holds {len(wanted)} tensors, and this model has places for {len(stored)}; not in both: {', '.join(odd[:3])}"
-        )
-    for key, value in wanted.items():
-        if not torch.equal(stored[key].detach().cpu(), value.to(stored[key].dtype)):
-            raise ValueError(f"its tensor {key} did not arrive in the model")
-
-
 def attached(model: nn.Module) -> tuple[str, ...]:
     """Names of the adapters attached to a model."""
     return tuple(getattr(model, "peft_config", {}))
@@ -186,8 +177,10 @@ def attached(model: nn.Module) -> tuple[str, ...]:
 def per_row(model: nn.Module, names: Sequence[str | None]) -> Generator[None]:
     """Inside, row i of every forward runs under adapter `names[i]`; None is the base weights alone.
 
-    Raises UnsupportedIntervention for a name that is not attached. Hooks are removed whatever happens inside.
+    Raises UnsupportedIntervention for a name that is not attached, for a model that came with an adapter which leaves
+    no base, and for layers that cannot know whose row they see. Hooks are removed whatever happens inside.
     """
+    require_base(model)
     if unknown := sorted({name for name in names if name} - set(attached(model))):
         has = ", ".join(attached(model)) or "none"
         raise UnsupportedIntervention(f"no adapter {', '.join(unknown)} on this {type(model).__name__}; it has: {has}")
@@ -196,13 +189,19 @@ def per_row(model: nn.Module, names: Sequence[str | None]) -> Generator[None]:
         return
     from peft.tuners.lora import LoraLayer
 
-    wanted = [name or _BASE for name in names]
+    wanted, tokens = [name or _BASE for name in names], [0]
 
-    def choose(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return args, {**kwargs, "adapter_names": wanted}
+    def measure(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        given = next((kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None), None)
+        given = args[0] if given is None and args else given
+        tokens[0] = given.shape[1] if isinstance(given, Tensor) and given.dim() > 1 else 0
+
+    def choose(module: LoraLayer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return args, {**kwargs, "adapter_names": _spread(wanted, tokens[0], args[0], module)}
 
     handles = []
     try:
+        handles.append(model.register_forward_pre_hook(measure, with_kwargs=True))
         for module in model.modules():
             if isinstance(module, LoraLayer):
                 handles.append(module.register_forward_pre_hook(choose, with_kwargs=True))
@@ -210,6 +209,29 @@ def per_row(model: nn.Module, names: Sequence[str | None]) -> Generator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _spread(names: list[str], tokens: int, value: Tensor, module: Any) -> list[str]:
+    """The adapter of each entry of a layer's input: of rows, or of all tokens of all rows in one list."""
+    first = value.shape[0]
+    if len(set(names)) == 1:
+        return names[:1] * first
+    in_a_list = value.dim() == (2 if value.is_floating_point() else 1)
+    if first == len(names) and not (in_a_list and tokens > 1):
+        return names
+    if in_a_list and first == len(names) * tokens:
+        return [name for name in names for _ in range(tokens)]
+    base = type(module.get_base_layer()).__name__
+    raise UnsupportedIntervention(
+        f"an adapter on {base} was given {tuple(value.shape)} for {len(names)} rows of {tokens} tokens, which does "
+        "not tell whose row is whose; run rows of different adapters apart"
+    )
+
+
+def require_base(model: nn.Module) -> None:
+    """UnsupportedIntervention for a PEFT model that came with an adapter which leaves no base for other rows."""
+    if reasons := _brought(model):
+        raise UnsupportedIntervention(f"the model came with {reasons}")
 
 
 def _set_active(model: nn.Module, names: list[str]) -> None:

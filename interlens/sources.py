@@ -80,6 +80,9 @@ def cache_dir() -> Path:
 def adapter_config(folder: str) -> dict[str, Any]:
     """The `adapter_config.json` of a PEFT adapter folder."""
     try:
-        return json.loads((Path(folder).expanduser() / "adapter_config.json").read_text())
+        found = json.loads((Path(folder).expanduser() / "adapter_config.json").read_text())
     except (OSError, ValueError) as error:
         raise CannotLoad(f"{folder!r} is not a PEFT adapter folder: {error}") from error
+    if not isinstance(found, dict):
+        raise CannotLoad(f"{folder!r} is not a PEFT adapter folder: its adapter_config.json holds no settings by name")
+    return found

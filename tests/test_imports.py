@@ -13,7 +13,7 @@ LAYERS = {
         "errors given sources reasoning written call calls templating visibility",
         "moments statistics fitting probes",
         "interp/",
-        "adapter_config upcycle preview dequantise adapters loading",
+        "adapter_checks adapter_config upcycle preview dequantise adapters loading",
         "engine/",
         "message encoding transcript saving tools",
         "views/",

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..adapters import attached, per_row
+from ..adapters import attached, per_row, require_base
 from ..errors import UnsupportedIntervention
 from ..interp.attach import registered
 from ..interp.sites import find_family
@@ -151,6 +151,7 @@ class Forward:
                 f"{type(self.model).__name__} takes no cache of transformers ('cache' or 'past_key_values'), so it cannot "
                 "be decoded step by step; use a model that does"
             )
+        require_base(self.model)
         if self.model.training:
             raise UnsupportedIntervention(
                 "the model is in training mode, where dropout changes logits; call model.eval()"
