@@ -231,7 +231,7 @@ def test_captures_and_steering_over_tool_turns_are_those_of_a_conversation_alone
     """A tiny model calls tools by chance here: every second text is read as a call."""
     from interlens import calls, tools
 
-    def parse(text):
+    def parse(text, schemas=None):
         return ("", [calls.Call(name="add", arguments={"a": len(text)})]) if len(text) % 2 else (text, [])
 
     monkeypatch.setattr(

@@ -105,7 +105,7 @@ def test_a_site_that_a_model_lacks(more, said, models, capsys):
     people = f"scenario.participants={{ann: {{model: {models}/dense}}, moe: {{model: {models}/moe}}}}"
     Path("conf/capture").mkdir(parents=True)
     Path("conf/capture/ours.yaml").write_text(f"# @package _global_\ncapture: {more}\n")
-    refused(["--config-dir", "conf", "capture=ours", *TALK, people], 1, said, capsys)
+    refused(["--config-dir", "conf", "capture=ours", *TALK, people, "scenario.branch.turns=2"], 1, said, capsys)
 
 
 @pytest.mark.parametrize(("edit", "said"), [
