@@ -96,10 +96,11 @@ def test_only_layers_that_attend_have_one():
         ((0,), "layers that have one: 1"),
         ((3,), "layer 3"),
         ((), "no layer given"),
-        ((True,), "True"),
     ]:
         with pytest.raises(UnknownSite, match=why):
             capture_activations(model, ids, CaptureSpec("pattern", layers))
+    with pytest.raises(ValueError, match="got True"):
+        CaptureSpec("pattern", (True,))
 
 
 def test_without_eager_it_is_refused_before_any_forward(forwards):
