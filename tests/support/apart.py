@@ -23,7 +23,7 @@ def start(function: Callable[..., Any], *arguments: Any, **env: str) -> BaseProc
     return process
 
 
-def wait(process: BaseProcess, timeout_s: float = 180) -> int:
+def wait(process: BaseProcess, timeout_s: float = 400) -> int:
     """The exit code of a process, -N where signal N ended it."""
     process.join(timeout_s)
     if process.exitcode is None:
