@@ -9,8 +9,8 @@ SETUP := .venv/.installed
 
 help:
 	@echo "make demo    two sweeps on the embedded model, from config to findings (3 to 5 minutes after set-up)"
-	@echo "make check   lint, types and the tests that are not slow (2 minutes)"
-	@echo "make test    lint, types and every test (12 minutes)"
+	@echo "make check   lint, types and the tests that are not slow (5 minutes)"
+	@echo "make test    lint, types and every test (20 minutes)"
 	@echo "make soak    what takes minutes or an environment of its own, for SOAK_S seconds each"
 	@echo "make format  put the code in the form that lint wants"
 	@echo "make bench   speed of the engine against plain transformers, both measured in one run"
