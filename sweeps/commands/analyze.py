@@ -132,8 +132,10 @@ def _source(function: Any) -> str:
     """What an analyzer is made of, so that an edited one is another version."""
     try:
         return digest(inspect.getsource(inspect.getmodule(function) or function))
-    except (OSError, TypeError):
-        return "unknown"
+    except (OSError, TypeError) as error:
+        raise ConfigError(
+            f"{function!r} has no source to tell its versions by ({error}); name a function of a file"
+        ) from None
 
 
 def _parsed(text: str) -> tuple[str, Any]:
